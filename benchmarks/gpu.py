@@ -14,13 +14,16 @@ rows that failed or ended their run come last. `--again` measures all. benchmark
 from __future__ import annotations
 
 import argparse
+import json
 import pathlib
 import subprocess
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import sources
 from gpu_file import UNFINISHED, Results
+from gpu_profile import cuda_profiler, device_seconds, kernel_times
 from gpu_rows import GROUPS, Bench, Row, rows
 from timing import RESULTS, Cases, environment
 
@@ -45,8 +48,9 @@ def measure(row: Row, bench: Bench, results: Results) -> None:
     try:
         make_ours, make_theirs = row.sides(bench)
         measured = Cases()
-        measured.add(row.case, row.against, row.target, make_ours(), make_theirs(), bench.rounds)
-        case = measured.found[0]
+        ours, theirs = make_ours(), make_theirs()
+        measured.add(row.case, row.against, row.target, ours, theirs, bench.rounds)
+        case = measured.found[0] | of_kernels(row, ours, theirs)
     except Exception as error:  # the other rows are worth having
         case = name | {"error": f"{type(error).__name__}: {error}"[:500]}
         print(f"{row.case:66} FAILED: {case['error'][:200]}", flush=True)
@@ -54,16 +58,30 @@ def measure(row: Row, bench: Bench, results: Results) -> None:
     results.put(case)
 
 
+def of_kernels(row: Row, ours: Callable, theirs: Callable) -> dict[str, Any]:
+    """Seconds of both sides' kernels and their ratio, by which rows of single operations are judged.
+
+    A host takes longer to start a kernel of some microseconds than a GPU to run it, so the ratio of whole calls says
+    little of kernels. A training step is judged as a whole.
+    """
+    if row.group == "training":
+        return {}
+    seconds = {"ours": device_seconds(ours), "theirs": device_seconds(theirs)}
+    if not all(seconds.values()):
+        return {}
+    ratio = seconds["theirs"] / seconds["ours"]
+    print(f"{'':66} {'kernels alone':46} {ratio:6.2f}x", flush=True)
+    return {"kernel_seconds": seconds, "kernel_ratio": ratio}
+
+
 def launch(row: Row, bench: Bench, trace: pathlib.Path | None) -> None:
     """Calls our side after a warm-up, where a profiler looks; `trace`: file for XLA's own kernel times."""
-    from gpu_profile import cuda_profiler, kernel_times
-
     call = row.sides(bench)[0]()
     jax.block_until_ready(call())
     with cuda_profiler():
         jax.block_until_ready(call())
     if trace:
-        trace.write_text(kernel_times(call))
+        trace.write_text(json.dumps(kernel_times(call)))
 
 
 def main() -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from cells import markdown, mebibytes, milliseconds
+from gpu_file import reached
 from recorded import RESULTS, load, recorded_on, where
 
 
@@ -186,7 +187,7 @@ def gpu() -> str:
     result = load("gpu")
     rows = [("on the GPU", "against", "speed", "target")]
     for c in result["cases"]:
-        speed_up = "failed" if "error" in c else f"{c['ratio']['median']:.2f}x"
+        speed_up = "failed" if "error" in c else f"{reached(c):.2f}x"
         rows.append((c["case"], c["against"], speed_up, "" if c["target"] is None else f"{c['target']}x"))
     e = result["environment"]
     return markdown(rows) + f"\n\nDriver {e['driver']}, {e['cuda']}, {where(result)}"

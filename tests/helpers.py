@@ -87,12 +87,14 @@ def assert_same_bytes(actual, expected):
 
 
 def assert_same_numbers(actual, expected):
-    """Arrays agree in every byte, except that a NaN may be any NaN."""
-    assert (actual.shape, actual.dtype) == (expected.shape, expected.dtype)
-    a, e = np.asarray(actual).astype(np.float32), np.asarray(expected).astype(np.float32)
-    np.testing.assert_array_equal(np.isnan(a), np.isnan(e))
-    keep = ~np.isnan(e)
-    np.testing.assert_array_equal(as_bytes(actual)[keep], as_bytes(expected)[keep])
+    """Trees of arrays agree in every byte, except that a NaN may be any NaN."""
+    actual, expected = jax.tree.leaves(actual), jax.tree.leaves(expected)
+    assert len(actual) == len(expected)
+    for a, e in zip(actual, expected, strict=True):
+        assert (a.shape, a.dtype) == (e.shape, e.dtype)
+        nan = np.isnan(np.asarray(e).astype(np.float32))
+        np.testing.assert_array_equal(np.isnan(np.asarray(a).astype(np.float32)), nan)
+        np.testing.assert_array_equal(as_bytes(a)[~nan], as_bytes(e)[~nan])
 
 
 def digest(x):

@@ -4,7 +4,7 @@ import jax
 import numpy as np
 
 from tests.gpu.conftest import DEVICE
-from tests.helpers import assert_same_bytes
+from tests.helpers import assert_same_bytes, assert_same_numbers
 
 ON_A_GPU = DEVICE == "cuda"
 
@@ -15,11 +15,16 @@ def run_on(device, function, *args):
         return jax.tree.map(np.asarray, jax.jit(function)(*jax.device_put(args, device)))
 
 
-def assert_same_bytes_on(devices, function, *args):
+def assert_same_bytes_on(devices, function, *args, same=assert_same_bytes):
     """Every byte of the results agrees between devices."""
     first, *others = (run_on(device, function, *args) for device in devices)
     for other in others:
-        assert_same_bytes(other, first)
+        same(other, first)
+
+
+def assert_same_numbers_on(devices, function, *args):
+    """The same, except that a NaN may be any NaN: arithmetic gives each device's own."""
+    assert_same_bytes_on(devices, function, *args, same=assert_same_numbers)
 
 
 def environment(**variables):

@@ -81,15 +81,21 @@ def test_threads_that_call_at_once(cpu, gpu):
                 assert_same_bytes(product, results[0][1])
 
 
+def on_stream(number, *args):
+    """The operations' defined bytes, computed on a stream of its own."""
+    function, stream = jax.jit(lambda *args: every_operation(*args)[0]), f"gpu_stream:{number}"
+    if jax.__version_info__ < (0, 11):
+        with compute_on(stream):
+            return function(*args)
+    places = jax.tree.map(lambda _: jax.memory.Space.Device, jax.eval_shape(function, *args))
+    return compute_on(function, compute_type=stream, out_memory_spaces=places)(*args)
+
+
 def test_two_streams_of_one_program(cpu, gpu):
     """Two halves without a dependence between them, each on a stream of its own."""
 
     def both(*args):
-        results = []
-        for stream, operands_of_one in ((1, args[:3]), (2, args[3:])):
-            with compute_on(f"gpu_stream:{stream}"):
-                results.append(jax.jit(lambda *a: every_operation(*a)[0])(*operands_of_one))
-        return results
+        return [on_stream(1, *args[:3]), on_stream(2, *args[3:])]
 
     args = (*operands(0, 1024), *operands(1, 1024))
     expected = [run_on(cpu, every_operation, *args[:3])[0], run_on(cpu, every_operation, *args[3:])[0]]

@@ -130,6 +130,12 @@ JLP_DEVICE void copy_async16(void* shared, const void* global) {
                "l"(global)
                : "memory");
 }
+/// 16 bytes that no thread writes, of an array that is read along its lines: the L2 cache takes 256 from memory.
+JLP_DEVICE uint4 load_line16(const void* global) {
+  uint4 v;
+  asm("ld.global.nc.L2::256B.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(global));
+  return v;
+}
 JLP_DEVICE void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 /// Waits until at most kPending of the calling thread's groups are unfinished. Other threads' copies need a barrier too.
 template <int kPending>
@@ -203,6 +209,7 @@ JLP_DEVICE uint32_t kept(uint32_t x) { return x; }
 JLP_DEVICE uint32_t not_kept(uint32_t x) { return x; }
 
 JLP_DEVICE void copy_async16(void* shared, const void* global) { cuda_on_cpu::copy_async(shared, global, 16); }
+JLP_DEVICE uint4 load_line16(const void* global) { return *static_cast<const uint4*>(global); }
 JLP_DEVICE void copy_async_commit() { cuda_on_cpu::copy_async_commit(); }
 template <int kPending>
 JLP_DEVICE void copy_async_wait() {

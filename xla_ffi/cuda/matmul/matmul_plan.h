@@ -32,8 +32,10 @@ constexpr int64_t kSmallRows = 16;
 /// Below this K (one block) a GEMM of FP8 blocks keeps room to be decoded, at most 256 bytes per row: cuBLASLt's manual does
 /// not say whether there is a least K.
 constexpr int64_t kBlock128Depth = 128;
-/// At least what matmul_decode.h needs for partial sums: 264 blocks of 32 columns, or one split and none.
-constexpr int64_t kSmallSums = 4 * kSmallRows * 264 * 32;
+/// Blocks that matmul_decode.h splits K for, each of 128 columns of the result: two per multiprocessor of an H100.
+constexpr int64_t kSmallBlocks = 264;
+/// At least what it needs for partial sums: those of so many blocks, or, without splits, none.
+constexpr int64_t kSmallSums = 4 * kSmallRows * kSmallBlocks * 128;
 
 struct MatmulPlan {
   MatmulRoute route = MatmulRoute::kNone;

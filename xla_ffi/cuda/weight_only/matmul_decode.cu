@@ -9,32 +9,30 @@ namespace jaxlowprec {
 namespace cuda {
 namespace {
 
-/// How many blocks share K: so that 32 weight rows per block fill an H100 twice, with two chunks per warp at least. A
-/// function of the weight's shape alone: bytes depend neither on the device nor on the rows of x.
+/// How many blocks share K: so that 128 weight rows per block fill an H100 twice, each block with what a warp loads ahead at
+/// least. A function of the weight's shape alone: bytes depend neither on the device nor on the rows of x.
 int64_t splits_of(int64_t columns, int64_t depth) {
-  constexpr int64_t kBlocks = 264;
-  const int64_t most = divide_up(divide_up(depth, kChunk), 2 * kDecodeWarps);
-  return std::max<int64_t>(1, std::min(kBlocks / divide_up(columns, 32), most));
+  const int64_t most = divide_up(depth, kChunk * kAhead);
+  const int64_t wanted = std::max<int64_t>(1, std::min(kSmallBlocks / divide_up(columns, kDecodeColumns), most));
+  return divide_up(most, divide_up(most, wanted));  // of equal size, none of them empty
 }
 
 int64_t decoded_x_bytes(const MatmulDecodeProblem& p) {
   return p.x.data ? divide_up(p.rows * decoded_width(p.depth), 8) * 16 : 0;
 }
 
-template <WeightType kWeight, int kRowTiles, int kColumnTiles, bool kWhole>
+template <WeightType kWeight, int kColumnTiles, bool kWhole>
 cudaError_t launch_kernel(const MatmulDecodeArguments& a, int64_t splits, cudaStream_t stream) {
-  const Blocks blocks{divide_up(a.columns, kRowTiles * 16), splits, divide_up(a.rows, 16), kDecodeWarps * 32,
-                      sizeof(MatmulDecodeShared<kRowTiles, kColumnTiles>)};
-  return launch_blocks(matmul_decode_kernel<kWeight, kRowTiles, kColumnTiles, kWhole>, blocks, stream, a);
+  const Blocks blocks{divide_up(a.columns, kDecodeColumns), splits, divide_up(a.rows, 16), kDecodeWarps * 32,
+                      sizeof(MatmulDecodeShared<kColumnTiles>)};
+  return launch_blocks(matmul_decode_kernel<kWeight, kColumnTiles, kWhole>, blocks, stream, a);
 }
 
 template <WeightType kWeight>
 cudaError_t launch_weight(const MatmulDecodeArguments& a, bool whole, int64_t splits, cudaStream_t stream) {
   if (a.rows <= 8)
-    return whole ? launch_kernel<kWeight, 2, 1, true>(a, splits, stream)
-                 : launch_kernel<kWeight, 2, 1, false>(a, splits, stream);
-  return whole ? launch_kernel<kWeight, 4, 2, true>(a, splits, stream)
-               : launch_kernel<kWeight, 4, 2, false>(a, splits, stream);
+    return whole ? launch_kernel<kWeight, 1, true>(a, splits, stream) : launch_kernel<kWeight, 1, false>(a, splits, stream);
+  return whole ? launch_kernel<kWeight, 2, true>(a, splits, stream) : launch_kernel<kWeight, 2, false>(a, splits, stream);
 }
 
 bool supported(const MatmulDecodeProblem& p) {
@@ -67,8 +65,7 @@ cudaError_t launch(const MatmulDecodeProblem& p, cudaStream_t stream) {
   a.data = p.w.data, a.scale = p.w.scale, a.zero_point = p.w.zero_point;
   a.scale_shift = p.w.tiles ? 4 : 0;
   a.alpha = p.alpha, a.rows = p.rows, a.columns = p.columns;
-  a.chunks = static_cast<int32_t>(divide_up(p.depth, kChunk));
-  a.chunks_per_split = static_cast<int32_t>(divide_up(a.chunks, splits));
+  a.chunks_per_split = static_cast<int32_t>(divide_up(divide_up(p.depth, kChunk * kAhead), splits) * kAhead);
   a.result = p.result, a.type = p.type;
   if (splits > 1) a.partial = reinterpret_cast<float*>(static_cast<uint8_t*>(p.workspace) + decoded_x_bytes(p));
   const bool whole = aligned(a.x, 16) && a.x_stride % 8 == 0 && aligned(a.data, 16) && a.row_bytes % 16 == 0;
