@@ -48,7 +48,7 @@ ROW_SCALES = {
     "int8_channel": schemes.by_name("int8_channel"),
     "int8_channel static": schemes.by_name("int8_channel", activations="static"),
 }
-"""Schemes that no QuantizedArray holds."""
+"""Schemes with one scale per row, by which no format of the library quantises."""
 
 
 def weight(shape, dtype="bfloat16", seed=0):

@@ -220,7 +220,7 @@ def _chosen(job: Job, weight: np.ndarray, read: Read | None, method: Method, fac
 
 def _grid(job: Job, amax: float | None) -> Grid | None:
     scheme = job.scheme
-    if scheme is None or not scheme.loadable:
+    if scheme is None or not scheme.has_format:
         return None
     fmt = scheme.of_shape(job.shape).format
     if amax is None and scheme.has_tensor_scale and job.amax is not None:

@@ -63,7 +63,7 @@ def by_name(name: str, *, group_size: int | None = None, **options: Any) -> Sche
     made = scheme(**options)
     if getattr(made, "group_size", None) == -1 or group_size is None:
         return made
-    if not made.loadable or made.format.scaling == "tensor":
+    if not made.has_format or made.format.scaling == "tensor":
         raise ValueError(f"schemes.by_name: group_size={group_size}; {name} has no groups: leave it out")
     if group_size != made.format.length:
         raise ValueError(f"schemes.by_name: group_size={group_size}; {name} has groups of {made.format.length}")

@@ -78,9 +78,9 @@ def _from_plain(live: Arrays, kept: Arrays, scheme: Scheme) -> Arrays:
 
 
 def _as_gptq(scheme: Scheme) -> GPTQ:
-    fmt = scheme.format
-    if fmt.element != "int4":
+    if not isinstance(scheme, Int4Groups):
         raise ValueError(f"{scheme.name} holds no 4-bit integers; needs form='plain' or 'published'")
+    fmt = scheme.format
     version: Any = 2 if fmt.has_zero_point else 1
     return GPTQ(fmt.length, not fmt.has_zero_point, fmt.scale_dtype, version)
 

@@ -46,7 +46,7 @@ def write_checkpoint(folder, scheme):
             continue
         made = own.compress(w)
         tensors |= {f"{module}.{suffix}": t for suffix, t in made.items()}
-        if own.loadable:
+        if own.has_format:
             fmt = own.of_shape(w.shape).format
             served[name] = np.asarray(jlp.quantize(jnp.asarray(w), fmt).dequantize(jnp.bfloat16))
         else:

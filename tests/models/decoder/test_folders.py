@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 
 import jaxlowprec as jlp
-from jaxlowprec.checkpoints import convert, schemes
+from jaxlowprec.checkpoints import convert, dequantize, schemes
 from jaxlowprec.checkpoints.decoders import exports, folders
 from jaxlowprec.checkpoints.families.known import mapping_for
 from jaxlowprec.models.decoder.config import FAMILIES
@@ -56,6 +56,22 @@ def test_quantised_parts_are_joined_and_taken_apart(family, tmp_path):
     assert len(ours) == 14
     for path, q in ours.items():
         assert_same_bytes((theirs[path].data, theirs[path].scale), (q.data, q.scale))
+
+
+@pytest.mark.parametrize("activations", ["dynamic", "static"])
+@pytest.mark.parametrize("family", ["phi3", pytest.param("qwen3_moe", marks=pytest.mark.slow)])
+def test_float8_with_a_scale_per_row(family, activations, tmp_path):
+    """It is served as it is, and the export has the bytes of the source."""
+    source = tiny.folder(tmp_path / "source", family)
+    scheme = schemes.by_name("fp8_channel", activations=activations, input_scale=0.5, scale_dtype="bfloat16")
+    convert(source, tmp_path / "codes", scheme)
+    dequantize(tmp_path / "codes", tmp_path / "decoded", dtype="float32")
+    codes, decoded = (folders.load(tmp_path / name) for name in ("codes", "decoded"))
+    assert len(arrays(codes)) == 14 and not arrays(decoded)
+    tokens = jnp.arange(12)[None]
+    np.testing.assert_allclose(codes(tokens), decoded(tokens), rtol=1e-4, atol=1e-4)
+    exports.export(tmp_path / "codes", tmp_path / "export", codes, scheme)
+    assert_same_bytes(read_tensors(tmp_path / "export"), read_tensors(tmp_path / "codes"))
 
 
 def arrays(decoder):
