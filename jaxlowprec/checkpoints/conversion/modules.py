@@ -16,7 +16,6 @@ from jaxlowprec.checkpoints.files.folder import CONFIG_FILE, CheckpointFolder
 from jaxlowprec.checkpoints.files.written_whole import read_json_object
 from jaxlowprec.checkpoints.schemes import Scheme, from_config
 from jaxlowprec.checkpoints.schemes.magnitudes import all_finite, amax, limit
-from jaxlowprec.checkpoints.schemes.mixed import Mixed
 
 MODELOPT_FILE = "hf_quant_config.json"
 """Where ModelOpt's older checkpoints say how they are quantised."""
@@ -151,7 +150,7 @@ def quantised_modules(source: CheckpointFolder, scheme: Scheme) -> dict[str, Qua
 def _own_scheme(source: CheckpointFolder, scheme: Scheme, module: str, tensors: Mapping[str, str]) -> Scheme:
     own = scheme.of_module(module)
     if own is None:
-        why = scheme.why_no_scheme(module) if isinstance(scheme, Mixed) else "no scheme"
+        why = scheme.why_no_scheme(module)
         raise CheckpointError(
             f"{source.path / CONFIG_FILE}: module {module!r} holds {', '.join(sorted(tensors))}, but {why}; add it to "
             "the targets of a group"

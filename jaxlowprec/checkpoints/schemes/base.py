@@ -123,6 +123,10 @@ class Scheme(abc.ABC):
         """The scheme of one module: this one, unless a configuration names several (`Mixed`). None: no scheme."""
         return self
 
+    def why_no_scheme(self, module: str) -> str:
+        """A sentence about a module for which `of_module` gives None."""
+        return f"{self.name} is not for {module}"
+
     def of_shape(self, shape: Sequence[int]) -> Scheme:
         """The scheme for weights of one shape: this one, unless its groups are whole rows (`group_size=-1`)."""
         return self
