@@ -163,8 +163,8 @@ def _check(plan: Plan, source: CheckpointFolder) -> None:
         names = ", ".join(sorted({job.scheme.name for job in jobs.values() if job.scheme}))
         raise CheckpointError(
             f"calibration does nothing for {names}: it chooses codes and scales of INT4 and NVFP4, and static scales "
-            "of activations; leave it out, or choose one of w4a16, w4a16_asym, gptq, awq, nvfp4, modelopt_nvfp4, "
-            "modelopt_fp8, autofp8, fp8_tensor, fp8_channel and int8_channel"
+            "of activations; leave it out, or choose one of w4a16, w4a16_asym, gptq, awq, nvfp4, nvfp4_w4a4, "
+            "modelopt_nvfp4, modelopt_fp8, autofp8, fp8_tensor, fp8_channel and int8_channel"
         )
     if arrays := sorted(module for module in jobs if f"{module}.weight" not in source.shard_of):
         raise CheckpointError(

@@ -13,12 +13,13 @@ from jaxlowprec.checkpoints.schemes.gpt_oss import GPTOSSMXFP4
 from jaxlowprec.checkpoints.schemes.gptq import GPTQ
 from jaxlowprec.checkpoints.schemes.int4 import PackedInt4, PackedInt4Asymmetric
 from jaxlowprec.checkpoints.schemes.mx import MilesMXFP8, PackedMXFP4, QuantizedMXFP8
-from jaxlowprec.checkpoints.schemes.nvfp4 import ModelOptNVFP4, PackedNVFP4
+from jaxlowprec.checkpoints.schemes.nvfp4 import ModelOptNVFP4, PackedNVFP4, PackedNVFP4W4A4
 
 _CLASSES: tuple[type[Scheme], ...] = (
     PackedInt4,
     PackedInt4Asymmetric,
     PackedNVFP4,
+    PackedNVFP4W4A4,
     PackedMXFP4,
     QuantizedMXFP8,
     Float8Tiles,

@@ -11,6 +11,7 @@ from jaxlowprec.checkpoints.decoders.folders import load
 from jaxlowprec.checkpoints.errors import CheckpointError
 from jaxlowprec.cli.main import main
 from tests.checkpoints.small_models import contents, read_config, read_tensors
+from tests.helpers import assert_same_bytes
 from tests.models.decoder import tiny
 
 CONTEXT = 32
@@ -69,6 +70,26 @@ def test_static_scales_are_the_largest_activations(model, text, tmp_path):
     assert written["dynamic"] is False
     # RMSNorm of rows of 128 numbers, and its scale of ones: no more than sqrt(128)
     assert scales["q_proj"] * 448 <= np.sqrt(128) + 1e-3
+
+
+@pytest.mark.slow
+def test_nvfp4_has_measured_scales_of_activations(model, text, tmp_path):
+    """compressed-tensors' file holds 2688 over the largest activation, ModelOpt's the inverse."""
+    search = Method(feedback=False)
+    for name in ("nvfp4_w4a4", "modelopt_nvfp4", "nvfp4"):
+        calibrated(model, text, tmp_path / name, name, method=search)
+    found = {}
+    for name, field in (("nvfp4_w4a4", "input_global_scale"), ("modelopt_nvfp4", "input_scale")):
+        made = read_tensors(tmp_path / name)
+        found[name] = {n.split(".")[-2]: np.float64(t.item()) for n, t in made.items() if n.endswith(f".{field}")}
+        scales = found[name]
+        assert len(scales) == 7 and scales["q_proj"] == scales["k_proj"] == scales["v_proj"] != scales["down_proj"]
+    for module, encode in found["nvfp4_w4a4"].items():
+        assert encode > 0 and encode * found["modelopt_nvfp4"][module] == pytest.approx(1, rel=1e-6)
+    assert 2688 / found["nvfp4_w4a4"]["q_proj"] <= np.sqrt(128) + 1e-3  # behind RMSNorm
+    both, weights = (read_tensors(tmp_path / name) for name in ("nvfp4_w4a4", "nvfp4"))
+    assert_same_bytes({n: t for n, t in both.items() if not n.endswith("input_global_scale")}, weights)
+    load(tmp_path / "nvfp4_w4a4")
 
 
 @pytest.mark.parametrize(
