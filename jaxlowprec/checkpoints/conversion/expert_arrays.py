@@ -23,7 +23,17 @@ from jaxlowprec.checkpoints.files.safetensors_header import TensorSpec
 
 ARRAY = re.compile(r"(.*\.experts)\.(gate_up_proj|down_proj)")
 
-_OUT_IN = ("qwen3_5_moe", "qwen3_5_moe_text", "gemma4", "gemma4_text")
+_OUT_IN = (
+    "qwen3_5_moe",
+    "qwen3_5_moe_text",
+    "gemma4",
+    "gemma4_text",
+    # transformers writes these with save_original_format=False; otherwise a tensor for each expert
+    "deepseek_v2",
+    "deepseek_v3",
+    "glm4_moe",
+    "qwen3_moe",
+)
 _IN_OUT = ("llama4", "llama4_text", "qwen3_vl_moe", "qwen3_vl_moe_text")
 _MOST_EXPERTS = 1 << 14
 
@@ -119,6 +129,24 @@ def weights_of(name: str, spec: TensorSpec, transposed: bool) -> dict[str, Weigh
             own = TensorSpec(spec.dtype, (end - begin, k))
             found[module] = Weight(module, name, own, Part(expert, begin, end, transposed))
     return found
+
+
+class SingleWeights:
+    """The tensors of a checkpoint, in which arrays of all experts are the matrices of single experts.
+
+    Attributes:
+        names: of all tensors.
+    """
+
+    def __init__(self, source: CheckpointFolder):
+        self._source = source
+        self._parts = {f"{module}.weight": weight for module, weight in weights_in(source, source.config()).items()}
+        arrays = {weight.tensor for weight in self._parts.values()}
+        self.names = [*(name for name in source.shard_of if name not in arrays), *self._parts]
+
+    def read(self, name: str) -> np.ndarray:
+        """A tensor by its name."""
+        return self._parts[name].read(self._source) if name in self._parts else self._source.read(name)
 
 
 def weights_in(source: CheckpointFolder, config: dict[str, Any]) -> dict[str, Weight]:

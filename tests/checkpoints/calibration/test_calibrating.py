@@ -1,6 +1,7 @@
 """`jaxlowprec convert --calibrate`: what it writes, reports and refuses."""
 
 import json
+import re
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from jaxlowprec.checkpoints.conversion.convert import Run, convert, dequantize, 
 from jaxlowprec.checkpoints.decoders.folders import load
 from jaxlowprec.checkpoints.errors import CheckpointError
 from jaxlowprec.cli.main import main
-from tests.checkpoints.small_models import contents, read_config, read_tensors
+from tests.checkpoints.small_models import contents, read_config, read_tensors, write_checkpoint
 from tests.helpers import assert_same_bytes
 from tests.models.decoder import tiny
 
@@ -155,6 +156,50 @@ def test_families(text, tmp_path, family):
     assert found.weight_errors and max(found.layer_errors) < 0.2
     assert all(".experts." in module for module in found.without_inputs)  # no token was sent to them
     load(tmp_path / "made")
+
+
+def with_arrays(tensors):
+    """The tensors with the experts of each layer in arrays [E, out, in], gate above up."""
+    parts, made = {}, {}
+    for name, tensor in tensors.items():
+        if expert := re.fullmatch(r"(.*\.experts)\.(\d+)\.(\w+)_proj\.weight", name):
+            parts.setdefault(expert[1], {}).setdefault(expert[3], {})[int(expert[2])] = tensor
+        else:
+            made[name] = tensor
+    for at, of in parts.items():
+        gate, up, down = (np.stack([of[part][e] for e in range(len(of[part]))]) for part in ("gate", "up", "down"))
+        made |= {f"{at}.gate_up_proj": np.concatenate([gate, up], axis=1), f"{at}.down_proj": down}
+    return made
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [("qwen3_moe", "nvfp4"), ("qwen3_moe", "fp8_tensor"), ("glm4_moe", "fp8_tensor"), ("deepseek_v3", "fp8_tensor")],
+)
+def test_arrays_of_experts_are_calibrated_as_single_ones(text, tmp_path, family, name):
+    """Each expert by the inputs that it received."""
+    single = tiny.folder(tmp_path / "single", family, num_hidden_layers=2)
+    tensors = with_arrays(read_tensors(single))
+    assert any(tensor.ndim == 3 for tensor in tensors.values())
+    arrays = write_checkpoint(tmp_path / "arrays", tensors, 1, read_config(single))
+    (arrays / "tokenizer.json").unlink()
+    reports = [calibrated(at, text, tmp_path / f"made-{at.name}", name) for at in (single, arrays)]
+    assert reports[0].calibrated == reports[1].calibrated
+    assert any(".experts.3." in module for module in reports[1].calibrated.weight_errors)
+    assert_same_bytes(read_tensors(tmp_path / "made-arrays"), read_tensors(tmp_path / "made-single"))
+    assert read_config(tmp_path / "made-arrays") == read_config(tmp_path / "made-single")
+
+
+@pytest.mark.slow
+def test_arrays_that_stay_as_they_are(text, tmp_path):
+    """Those of GPT-OSS are computed with, and only the other linears are calibrated."""
+    source = tiny.folder(tmp_path / "m", "gpt_oss")
+    report = calibrated(source, text, tmp_path / "made", "w4a16", group_size=32)
+    assert len(report.changed) == 8 and set(report.calibrated.weight_errors) == set(report.changed)
+    assert max(report.calibrated.layer_errors) < 0.2
+    with pytest.raises(CheckpointError, match="calibration does nothing for gpt_oss_mxfp4"):
+        calibrated(source, text, tmp_path / "other", "gpt_oss_mxfp4")
 
 
 @pytest.mark.slow
