@@ -224,7 +224,7 @@ def _grid(job: Job, amax: float | None) -> Grid | None:
 
 
 def _quantising(plan: Plan) -> dict[str, Job]:
-    return {job.module: job for jobs in plan.shards.values() for job in jobs if job.make is not None}
+    return {job.module: job for jobs in plan.shards.values() for job in jobs if job.scheme is not None}
 
 
 def _written(path: pathlib.Path, made: Arrays, specs: Mapping[str, TensorSpec]) -> SafetensorsFile:

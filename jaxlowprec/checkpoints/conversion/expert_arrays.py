@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 
 from jaxlowprec.checkpoints.files.config import text_configs
-from jaxlowprec.checkpoints.files.dtypes import numpy_dtype
 from jaxlowprec.checkpoints.files.folder import CheckpointFolder
 from jaxlowprec.checkpoints.files.safetensors_header import TensorSpec
 
@@ -81,19 +80,12 @@ class Weight:
         """The weight. Of an array only the expert's matrix is read."""
         if self.part is None:
             return source.read(self.tensor)
-        return self.part.of(self._expert(source, self.part.expert))
+        return self.part.of(source.file_of(self.tensor).read_at(self.tensor, self.part.expert))
 
     def experts(self, source: CheckpointFolder) -> Iterator[np.ndarray]:
         """Of a whole array, the experts' matrices one after the other, as the array has them."""
-        return (self._expert(source, expert) for expert in range(self.spec.shape[0]))
-
-    def _expert(self, source: CheckpointFolder, expert: int) -> np.ndarray:
-        spec = source.spec(self.tensor)
-        dtype = numpy_dtype(spec.dtype)
-        assert dtype is not None  # arrays are taken apart only in high precision
-        matrix = np.empty(spec.shape[1:], dtype)
-        source.file_of(self.tensor).read_into(self.tensor, matrix.view(np.uint8).reshape(-1), expert * matrix.nbytes)
-        return matrix
+        file = source.file_of(self.tensor)
+        return (file.read_at(self.tensor, expert) for expert in range(self.spec.shape[0]))
 
 
 def model_types(config: dict[str, Any]) -> list[str]:

@@ -58,14 +58,26 @@ class QuantisedModule:
         Raises:
             CheckpointError: as `shape`, and for scales that no weight can have.
         """
-        with naming(source, self.name), np.errstate(over="ignore", invalid="ignore"):
-            return self.scheme.decompress(self.read(source), dtype)
+        return self._decoded(source, self.read(source), dtype)
 
     def decode_finite(self, source: CheckpointFolder, dtype: str) -> np.ndarray:
         """As `decode`, but raises CheckpointError if the weight is not finite."""
-        decoded = self.decode(source, dtype)
+        return self._finite(source, self.read(source), dtype)
+
+    def experts_finite(self, source: CheckpointFolder, dtype: str) -> Iterator[np.ndarray]:
+        """As `decode_finite` for an array of all experts: [1, ...] of each expert, one in memory at a time."""
+        for expert in range(self.shape(source)[0]):
+            tensors = {part: source.file_of(name).read_at(name, expert)[None] for part, name in self.tensors.items()}
+            yield self._finite(source, tensors, dtype)
+
+    def _decoded(self, source: CheckpointFolder, tensors: Mapping[str, np.ndarray], dtype: str) -> np.ndarray:
+        with naming(source, self.name), np.errstate(over="ignore", invalid="ignore"):
+            return self.scheme.decompress(tensors, dtype)
+
+    def _finite(self, source: CheckpointFolder, tensors: Mapping[str, np.ndarray], dtype: str) -> np.ndarray:
+        decoded = self._decoded(source, tensors, dtype)
         if not all_finite(decoded):
-            where, largest = f"{source.path}: module {self.name!r}", amax(self.decode(source, "float32"))
+            where, largest = f"{source.path}: module {self.name!r}", amax(self._decoded(source, tensors, "float32"))
             if not np.isfinite(largest):
                 raise CheckpointError(f"{where}: its codes and scales stand for infinity or NaN where engines compute")
             raise CheckpointError(
