@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 from jaxlowprec.arrays.quantized_array import QuantizedArray
 from jaxlowprec.checkpoints.conversion.choice import require_one_scheme_in_a_unit
@@ -15,8 +16,10 @@ from jaxlowprec.checkpoints.conversion.plan import output_specs
 from jaxlowprec.checkpoints.conversion.quantizing import amax
 from jaxlowprec.checkpoints.conversion.rules import Rules, fused_units, splits
 from jaxlowprec.checkpoints.errors import brief
+from jaxlowprec.checkpoints.files.dtypes import file_dtype
 from jaxlowprec.checkpoints.files.safetensors_header import TensorSpec
 from jaxlowprec.checkpoints.schemes.base import Scheme
+from jaxlowprec.checkpoints.trees.activation_scales import check_scales, with_scales
 from jaxlowprec.checkpoints.trees.leaf_tensors import LeafTensors, about
 from jaxlowprec.checkpoints.trees.mapping import TreeMapping
 from jaxlowprec.checkpoints.trees.tree_paths import leaves
@@ -36,6 +39,7 @@ class Bundle:
         entries: its tensors, in the order in which `arrays` makes them.
         members: the leaves that the tensors are made from.
         compressed: paths of the float kernels that the scheme quantises.
+        activation_scales: see `WeightSource`.
 
     >>> import numpy as np
     >>> source = WeightSource({"mlp": {"up_proj": {"kernel": np.ones((2, 2))}, "gate_proj": {"kernel": np.ones(2)}}})
@@ -47,6 +51,7 @@ class Bundle:
     entries: tuple[Entry, ...]
     members: tuple[LeafTensors, ...]
     compressed: frozenset[str] = frozenset()
+    activation_scales: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:
@@ -62,7 +67,7 @@ class Bundle:
         """
         shared = self._shared_amax()
         for member in self.members:
-            yield from self._made(member, shared, on_device)
+            yield from with_scales(dict(self._made(member, shared, on_device)), self.activation_scales).items()
 
     def _made(self, member: LeafTensors, shared: float | None, on_device: bool) -> Iterator[tuple[str, Any]]:
         if member.path not in self.compressed:
@@ -95,6 +100,8 @@ class WeightSource:
         scheme: the format of quantised kernels; needs a mapping. With a `schemes.mixed.Mixed` each module has the
             scheme of the target that names it, and kernels that no target names are not quantised.
         dtype: the dtype that float leaves are rounded to if they are not quantised. None: each keeps its own.
+        activation_scales: static scales of activations by their tensors' names, in place of the scheme's, see
+            `checkpoints.save`.
         quantize: which float kernels are quantised on the way, from their own dtype, as `jaxlowprec convert` does: all
             except those that these rules leave alone. None: only kernels that are quantised already are stored so.
 
@@ -123,6 +130,7 @@ class WeightSource:
         dtype: Any = None,
         *,
         quantize: Rules | None = None,
+        activation_scales: Mapping[str, np.ndarray] | None = None,
     ):
         if mapping is None and (scheme is not None or quantize is not None):
             raise ValueError("WeightSource: scheme= and quantize= are about modules; pass mapping= to name them")
@@ -131,11 +139,13 @@ class WeightSource:
         check_arrays("WeightSource", "the tree", tree)
         stored = _by_path(tree, dtype) if mapping is None else mapping.stored(tree, scheme, dtype)
         compressed = _compressed(stored, quantize)
+        scales = activation_scales or {}
+        check_scales("WeightSource", scales)
         bundled: dict[str, list[LeafTensors]] = {}
         for member in sorted(stored, key=lambda member: natural(member.name)):
             bundled.setdefault(bundle_of(member), []).append(member)
         self.bundles = tuple(
-            Bundle(key, _entries(bundled[key], compressed), tuple(bundled[key]), compressed)
+            Bundle(key, _entries(bundled[key], compressed, scales), tuple(bundled[key]), compressed, scales)
             for key in sorted(bundled, key=natural)
         )
         quantised = compressed or any(member.is_quantized for member in stored)
@@ -256,7 +266,10 @@ def _require_one_scheme(kernels: Mapping[str, LeafTensors], chosen: Collection[s
     require_one_scheme_in_a_unit({module: scheme for module, scheme in owned.items() if scheme is not None})
 
 
-def _entries(members: Sequence[LeafTensors], compressed: frozenset[str]) -> tuple[Entry, ...]:
+def _entries(
+    members: Sequence[LeafTensors], compressed: frozenset[str], scales: Mapping[str, np.ndarray]
+) -> tuple[Entry, ...]:
+    given = {name: TensorSpec(file_dtype(scale.dtype), scale.shape) for name, scale in scales.items()}
     found = []
     for member in members:
         specs: Mapping[str, TensorSpec] = about(member.path, dataclasses.replace(member, dtype=None).specs)
@@ -265,5 +278,5 @@ def _entries(members: Sequence[LeafTensors], compressed: frozenset[str]) -> tupl
             specs = output_specs(member.own_scheme, member.module, next(iter(specs.values())))
         else:
             specs = member.specs()
-        found += [Entry(name, spec.dtype, spec.shape) for name, spec in specs.items()]
+        found += [Entry(name, spec.dtype, spec.shape) for name, spec in with_scales(specs, given).items()]
     return tuple(found)
