@@ -66,9 +66,15 @@ class QuantisedModule:
 
     def experts_finite(self, source: CheckpointFolder, dtype: str) -> Iterator[np.ndarray]:
         """As `decode_finite` for an array of all experts: [1, ...] of each expert, one in memory at a time."""
+        return (self._finite(source, tensors, dtype) for tensors in self._experts(source))
+
+    def experts(self, source: CheckpointFolder, dtype: str) -> Iterator[np.ndarray]:
+        """As `decode` for an array of all experts: [1, ...] of each expert, one in memory at a time."""
+        return (self._decoded(source, tensors, dtype) for tensors in self._experts(source))
+
+    def _experts(self, source: CheckpointFolder) -> Iterator[dict[str, np.ndarray]]:
         for expert in range(self.shape(source)[0]):
-            tensors = {part: source.file_of(name).read_at(name, expert)[None] for part, name in self.tensors.items()}
-            yield self._finite(source, tensors, dtype)
+            yield {part: source.file_of(name).read_at(name, expert)[None] for part, name in self.tensors.items()}
 
     def _decoded(self, source: CheckpointFolder, tensors: Mapping[str, np.ndarray], dtype: str) -> np.ndarray:
         with naming(source, self.name), np.errstate(over="ignore", invalid="ignore"):

@@ -122,6 +122,12 @@ def test_one_expert_is_in_memory(tmp_path, verify):
     assert peak_of(lambda: dequantize(tmp_path / "low", back, dtype="float32", run=run)) < whole.nbytes / 8
     decoded = SCHEME.decompress(SCHEME.compress(whole), "float32")
     assert same(read_tensors(back)[f"{EXPERTS}.down_proj"], decoded)
+    found = []
+    assert peak_of(lambda: found.append(inspect(tmp_path / "low", source, workers=1))) < whole.nbytes / 2
+    error = np.float64(whole) - decoded
+    assert found[0].modules[0].error.max_abs == np.abs(error).max()
+    sqnr = 10 * np.log10(np.square(np.float64(whole)).sum() / np.square(error).sum())
+    assert found[0].modules[0].error.sqnr_db == pytest.approx(sqnr, rel=1e-9)
 
 
 def peak_of(work):
