@@ -14,6 +14,7 @@ from jaxlowprec.checkpoints.errors import CheckpointError
 from jaxlowprec.checkpoints.families.known import mapping_for
 from jaxlowprec.checkpoints.families.llama import LLAMA
 from jaxlowprec.checkpoints.families.qwen import QWEN3_MOE
+from jaxlowprec.checkpoints.trees.activation_scales import activation_scales
 from jaxlowprec.checkpoints.trees.mapping import Rule, TreeMapping
 from jaxlowprec.checkpoints.trees.trees import load, save
 
@@ -30,6 +31,7 @@ __all__ = [
     "Run",
     "TreeMapping",
     "WeightError",
+    "activation_scales",
     "convert",
     "dequantize",
     "gguf",

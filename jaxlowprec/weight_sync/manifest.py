@@ -90,7 +90,7 @@ class Manifest:
 
     Attributes:
         entries: the tensors; names are unique.
-        scheme: `{"name": ..., **options}` of quantised tensors, as `schemes.by_name` takes it; None: there are none.
+        scheme: `{"name": ..., **options}` of quantised tensors, as `scheme_of` takes it; None: there are none.
 
     Raises:
         ValueError: a name appears twice, or the scheme has no name.

@@ -14,6 +14,7 @@ SCHEMES = {
     "w4a16_asym": schemes.by_name("w4a16_asym"),
     "w4a16_asym groups of 32 float16": schemes.by_name("w4a16_asym", group_size=32, scale_dtype="float16"),
     "nvfp4": schemes.by_name("nvfp4"),
+    "nvfp4_w4a4": schemes.by_name("nvfp4_w4a4", input_global_scale=8.0),
     "nvfp4 search": schemes.by_name("nvfp4", scale_rule="search"),
     "mxfp4": schemes.by_name("mxfp4"),
     "mxfp4 up": schemes.by_name("mxfp4", scale_rule="up"),
@@ -48,7 +49,7 @@ ROW_SCALES = {
     "int8_channel": schemes.by_name("int8_channel"),
     "int8_channel static": schemes.by_name("int8_channel", activations="static"),
 }
-"""Schemes that no QuantizedArray holds."""
+"""Schemes with one scale per row, by which no format of the library quantises."""
 
 
 def weight(shape, dtype="bfloat16", seed=0):

@@ -32,6 +32,7 @@ SCHEMES = {
     "int8_channel": {},
     "deepseek_fp8": {},
     "autofp8": {},
+    "nvfp4_w4a4": {},
     "modelopt_nvfp4": {},
     "modelopt_fp8": {},
     "gptq": {"group_size": 32},

@@ -65,7 +65,7 @@ class Calibration:
             CheckpointError: the scheme has nothing to calibrate, the decoder does not have the model's architecture,
                 there is no tokenizer, or the text cannot be read or is too short.
         """
-        _check(plan, source)
+        _check(plan)
         config, text = config_of(source), pathlib.Path(self.text)
         rows = rows_of(text, source.path, config, rows=self.rows, context=self.context)
         said = {"text_sha256": hashlib.sha256(text.read_bytes()).hexdigest(), "rows": self.rows}
@@ -100,7 +100,7 @@ class _Work:
     """
 
     def __init__(self, plan: Plan, source: CheckpointFolder, destination: pathlib.Path, prepared: _Prepared):
-        self._source, self._destination, self._prepared = source, destination, prepared
+        self._destination, self._prepared = destination, prepared
         self._layers, self._jobs = LayerSource(source, prepared.config), _quantising(plan)
         self.files: dict[str, SafetensorsFile] = {}
         self._errors: list[float] = []
@@ -131,7 +131,7 @@ class _Work:
             if not module.startswith(self._layers.prefix(number)):
                 continue
             name = f"{module}.weight"
-            weight, found = self._source.read(name), moments.of(name, inputs)
+            weight, found = self._layers.read(name), moments.of(name, inputs)
             tensors = _chosen(job, weight, found, self._prepared.method, factors)
             assert job.decode is not None
             decoded[name] = job.decode(tensors)
@@ -156,20 +156,15 @@ class _Work:
         return Calibrated(before, after, tokens, targets.size, self._errors, self._weight_errors, without)
 
 
-def _check(plan: Plan, source: CheckpointFolder) -> None:
-    """Raises CheckpointError if there is nothing to calibrate, or experts are in arrays."""
+def _check(plan: Plan) -> None:
+    """Raises CheckpointError if there is nothing to calibrate."""
     jobs = _quantising(plan)
     if not any(_grid(job, 1.0) or (job.scheme and job.scheme.has_static_inputs) for job in jobs.values()):
         names = ", ".join(sorted({job.scheme.name for job in jobs.values() if job.scheme}))
         raise CheckpointError(
             f"calibration does nothing for {names}: it chooses codes and scales of INT4 and NVFP4, and static scales "
-            "of activations; leave it out, or choose one of w4a16, w4a16_asym, gptq, awq, nvfp4, modelopt_nvfp4, "
-            "modelopt_fp8, autofp8, fp8_tensor, fp8_channel and int8_channel"
-        )
-    if arrays := sorted(module for module in jobs if f"{module}.weight" not in source.shard_of):
-        raise CheckpointError(
-            f"{source.path}: {arrays[0]} and {len(arrays) - 1} more are parts of arrays of all experts, which "
-            "calibration does not read; needs a tensor for each expert"
+            "of activations; leave it out, or choose one of w4a16, w4a16_asym, gptq, awq, nvfp4, nvfp4_w4a4, "
+            "modelopt_nvfp4, modelopt_fp8, autofp8, fp8_tensor, fp8_channel and int8_channel"
         )
 
 
@@ -220,7 +215,7 @@ def _chosen(job: Job, weight: np.ndarray, read: Read | None, method: Method, fac
 
 def _grid(job: Job, amax: float | None) -> Grid | None:
     scheme = job.scheme
-    if scheme is None or not scheme.loadable:
+    if scheme is None or not scheme.has_format:
         return None
     fmt = scheme.of_shape(job.shape).format
     if amax is None and scheme.has_tensor_scale and job.amax is not None:
@@ -229,7 +224,7 @@ def _grid(job: Job, amax: float | None) -> Grid | None:
 
 
 def _quantising(plan: Plan) -> dict[str, Job]:
-    return {job.module: job for jobs in plan.shards.values() for job in jobs if job.make is not None}
+    return {job.module: job for jobs in plan.shards.values() for job in jobs if job.scheme is not None}
 
 
 def _written(path: pathlib.Path, made: Arrays, specs: Mapping[str, TensorSpec]) -> SafetensorsFile:

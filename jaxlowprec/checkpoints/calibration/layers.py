@@ -13,6 +13,7 @@ import numpy as np
 from flax import nnx
 
 import jaxlowprec as jlp
+from jaxlowprec.checkpoints.conversion.expert_arrays import SingleWeights
 from jaxlowprec.checkpoints.decoders.folders import mapping_of
 from jaxlowprec.checkpoints.errors import CheckpointError
 from jaxlowprec.checkpoints.files.folder import CheckpointFolder
@@ -26,7 +27,7 @@ _DTYPE = jnp.dtype(jnp.float32)
 
 
 class LayerSource:
-    """Reads the parts of a decoder, in float32.
+    """Reads the parts of a decoder, in float32. Experts may be in arrays that hold all experts of a layer.
 
     Arguments:
         source: a folder in high precision.
@@ -34,27 +35,31 @@ class LayerSource:
     """
 
     def __init__(self, source: CheckpointFolder, config: DecoderConfig):
-        self.config, self._source, self._mapping = config, source, mapping_of(config)
+        self.config, self._tensors, self._mapping = config, SingleWeights(source), mapping_of(config)
         self._decoder = nnx.eval_shape(lambda: Decoder(config, dtype=_DTYPE, param_dtype=_DTYPE, rngs=nnx.Rngs(0)))
         self._state = nnx.to_flat_state(nnx.state(self._decoder))
 
     def ends(self) -> Decoder:
         """The decoder without its layers."""
         state = nnx.from_flat_state({path: leaf for path, leaf in self._state if path[0] != "layers"})
-        names = [name for name in self._source.shard_of if not name.startswith("model.layers.")]
+        names = [name for name in self._tensors.names if not name.startswith("model.layers.")]
         decoder = nnx.merge(*nnx.split(self._decoder))
         decoder.layers = nnx.List([])
-        nnx.update(decoder, self._mapping.from_tensors({n: self._source.read(n) for n in names}, state))
+        nnx.update(decoder, self._mapping.from_tensors({n: self.read(n) for n in names}, state))
         return decoder
 
     def layer(self, number: int, instead: Mapping[str, np.ndarray]) -> LoadedLayer:
         """A layer, with other weights for some of its tensors."""
         prefix = self.prefix(number)
-        names = [name for name in self._source.shard_of if name.startswith(prefix)]
-        tensors = {name: instead[name] if name in instead else self._source.read(name) for name in names}
+        names = [name for name in self._tensors.names if name.startswith(prefix)]
+        tensors = {name: instead[name] if name in instead else self.read(name) for name in names}
         filled = self._mapping.from_tensors(tensors, self._part(number))
         state = nnx.from_flat_state({path[2:]: leaf for path, leaf in nnx.to_flat_state(filled)})
         return LoadedLayer(self._graph(number), state, self.config, number)
+
+    def read(self, name: str) -> np.ndarray:
+        """A tensor; experts in one array have a name for each matrix of each expert."""
+        return self._tensors.read(name)
 
     def prefix(self, number: int) -> str:
         """What the names of a layer's tensors begin with."""

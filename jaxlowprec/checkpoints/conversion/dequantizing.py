@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 
 from jaxlowprec.checkpoints.conversion.modules import MODELOPT_FILE, QuantisedModule, quantised_modules
 from jaxlowprec.checkpoints.conversion.plan import Arrays, Job, Plan, copy_job, require_distinct
@@ -55,8 +56,14 @@ def _job(source: CheckpointFolder, held: QuantisedModule, dtype: str) -> Job:
     if name in source.shard_of and name not in held.tensors.values():
         raise CheckpointError(f"{source.path}: module {held.name!r} has a weight, and quantised tensors as well")
     spec = TensorSpec(file_dtype(as_dtype(dtype)), held.shape(source))
-    make = functools.partial(_decompress, source, held, name, dtype)
-    return Job(held.name, {name: spec}, held.nbytes(source), make, lambda tensors: tensors[name])
+    arrays = held.scheme.of_expert_arrays
+    make = None if arrays else functools.partial(_decompress, source, held, name, dtype)
+    parts = functools.partial(_by_expert, source, held, name, dtype) if arrays else None
+    return Job(held.name, {name: spec}, held.nbytes(source), make, lambda tensors: tensors[name], parts=parts)
+
+
+def _by_expert(source: CheckpointFolder, held: QuantisedModule, name: str, dtype: str) -> Iterator[Arrays]:
+    return ({name: decoded} for decoded in held.experts_finite(source, dtype))
 
 
 def _decompress(source: CheckpointFolder, held: QuantisedModule, name: str, dtype: str) -> Arrays:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import concurrent.futures
-import itertools
 import pathlib
 import shutil
 import threading
@@ -12,8 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from jaxlowprec.checkpoints.conversion.plan import Job, Plan
+from jaxlowprec.checkpoints.conversion.plan import Arrays, Job, Plan
 from jaxlowprec.checkpoints.errors import CheckpointError
+from jaxlowprec.checkpoints.files.file_bytes import memory
 from jaxlowprec.checkpoints.files.folder import CheckpointFolder
 from jaxlowprec.checkpoints.files.safetensors_file import METADATA, SafetensorsFile, SafetensorsWriter
 from jaxlowprec.checkpoints.files.safetensors_header import layout_header
@@ -77,11 +77,14 @@ def _written(
     writer = SafetensorsWriter(destination / shard, plan.specs(shard))
 
     def write(job: Job) -> None:
-        if job.make is None:
+        if not job.computes:
             writer.copy(job.module, source.file_of(job.module), job.module)
+        elif job.parts is not None:
+            writer.write_parts(job.outputs, job.parts())
         else:
-            for name, array in job.make().items():
-                writer.write(name, array)
+            for made in job.made():
+                for name, array in made.items():
+                    writer.write(name, array)
         counter.add(job.source_bytes)
 
     try:
@@ -114,10 +117,8 @@ def compare_shards(
         raise CheckpointError(f"{destination.path}: does not hold the tensors that were written")
 
     def compare(job: Job) -> None:
-        for name, given in _expected(job, source).items():
-            written = destination.file_of(name).pieces(name, _COMPARED_AT_ONCE)
-            if destination.spec(name) != job.outputs[name] or not same(given, written):
-                raise CheckpointError(f"{destination.path}: tensor {name!r} differs from the source's; convert again")
+        if name := _differing(job, source, destination):
+            raise CheckpointError(f"{destination.path}: tensor {name!r} differs from the source's; convert again")
         _require_finite(job, destination)
         counter.add(job.source_bytes)
 
@@ -129,29 +130,50 @@ def _require_finite(job: Job, destination: CheckpointFolder) -> None:
     """Raises CheckpointError if what was written for a finite weight decodes to infinity or NaN."""
     if job.decode is None:
         return
-    with np.errstate(over="ignore", invalid="ignore"):
-        decoded = job.decode({name: destination.read(name) for name in job.outputs})
-    if not all_finite(decoded):
-        raise CheckpointError(
-            f"{destination.path}: module {job.module!r} is infinite or NaN there, but finite in the source"
-        )
+    for tensors in _written_pieces(job, destination):
+        with np.errstate(over="ignore", invalid="ignore"):
+            decoded = job.decode(tensors)
+        if not all_finite(decoded):
+            raise CheckpointError(
+                f"{destination.path}: module {job.module!r} is infinite or NaN there, but finite in the source"
+            )
 
 
-def _expected(job: Job, source: CheckpointFolder) -> dict[str, Iterator[np.ndarray]]:
-    """The bytes of a job's tensors, a few at a time."""
-    if job.make is None:
-        return {job.module: source.file_of(job.module).pieces(job.module, _COMPARED_AT_ONCE)}
-    return {name: _pieces(array) for name, array in job.make().items()}
+def _written_pieces(job: Job, destination: CheckpointFolder) -> Iterator[Arrays]:
+    """What was written of a job's tensors, whole or piece by piece, as the job makes them."""
+    if job.parts is None:
+        yield {name: destination.read(name) for name in job.outputs}
+        return
+    (count,) = {spec.shape[0] for spec in job.outputs.values()}
+    for index in range(count):
+        yield {name: destination.file_of(name).read_at(name, index)[None] for name in job.outputs}
 
 
-def _pieces(array: np.ndarray) -> Iterator[np.ndarray]:
-    data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-    return (data[begin : begin + _COMPARED_AT_ONCE] for begin in range(0, data.size, _COMPARED_AT_ONCE))
+def _differing(job: Job, source: CheckpointFolder, destination: CheckpointFolder) -> str | None:
+    """The name of a tensor that is not what the job makes; None: there is none."""
+    compared = dict.fromkeys(job.outputs, 0)
+    for name, data in _expected(job, source):
+        begin, spec = compared[name], job.outputs[name]
+        if destination.spec(name) != spec or begin + data.size > spec.nbytes:
+            return name
+        written = memory(data.size)
+        destination.file_of(name).read_into(name, written, begin)
+        if not np.array_equal(written, data):
+            return name
+        compared[name] += data.size
+    return next((name for name, count in compared.items() if count != destination.spec(name).nbytes), None)
 
 
-def same(a: Iterable[np.ndarray], b: Iterable[np.ndarray]) -> bool:
-    """Whether two sequences of pieces hold equal bytes; all pieces have one size, except the last."""
-    return all(x is not None and y is not None and np.array_equal(x, y) for x, y in itertools.zip_longest(a, b))
+def _expected(job: Job, source: CheckpointFolder) -> Iterator[tuple[str, np.ndarray]]:
+    """The bytes of a job's tensors, a few at a time, in order for each tensor."""
+    if not job.computes:
+        for piece in source.file_of(job.module).pieces(job.module, _COMPARED_AT_ONCE):
+            yield job.module, piece
+    for made in job.made():
+        for name, array in made.items():
+            data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+            for begin in range(0, data.size, _COMPARED_AT_ONCE):
+                yield name, data[begin : begin + _COMPARED_AT_ONCE]
 
 
 def in_parallel(work: Callable[[Any], None], items: Iterable[Any], workers: int) -> None:

@@ -17,13 +17,22 @@ from typing import Any
 import numpy as np
 
 from jaxlowprec.checkpoints.files.config import text_configs
-from jaxlowprec.checkpoints.files.dtypes import numpy_dtype
 from jaxlowprec.checkpoints.files.folder import CheckpointFolder
 from jaxlowprec.checkpoints.files.safetensors_header import TensorSpec
 
 ARRAY = re.compile(r"(.*\.experts)\.(gate_up_proj|down_proj)")
 
-_OUT_IN = ("qwen3_5_moe", "qwen3_5_moe_text", "gemma4", "gemma4_text")
+_OUT_IN = (
+    "qwen3_5_moe",
+    "qwen3_5_moe_text",
+    "gemma4",
+    "gemma4_text",
+    # transformers writes these with save_original_format=False; otherwise a tensor for each expert
+    "deepseek_v2",
+    "deepseek_v3",
+    "glm4_moe",
+    "qwen3_moe",
+)
 _IN_OUT = ("llama4", "llama4_text", "qwen3_vl_moe", "qwen3_vl_moe_text")
 _MOST_EXPERTS = 1 << 14
 
@@ -71,19 +80,12 @@ class Weight:
         """The weight. Of an array only the expert's matrix is read."""
         if self.part is None:
             return source.read(self.tensor)
-        return self.part.of(self._expert(source, self.part.expert))
+        return self.part.of(source.file_of(self.tensor).read_at(self.tensor, self.part.expert))
 
     def experts(self, source: CheckpointFolder) -> Iterator[np.ndarray]:
         """Of a whole array, the experts' matrices one after the other, as the array has them."""
-        return (self._expert(source, expert) for expert in range(self.spec.shape[0]))
-
-    def _expert(self, source: CheckpointFolder, expert: int) -> np.ndarray:
-        spec = source.spec(self.tensor)
-        dtype = numpy_dtype(spec.dtype)
-        assert dtype is not None  # arrays are taken apart only in high precision
-        matrix = np.empty(spec.shape[1:], dtype)
-        source.file_of(self.tensor).read_into(self.tensor, matrix.view(np.uint8).reshape(-1), expert * matrix.nbytes)
-        return matrix
+        file = source.file_of(self.tensor)
+        return (file.read_at(self.tensor, expert) for expert in range(self.spec.shape[0]))
 
 
 def model_types(config: dict[str, Any]) -> list[str]:
@@ -119,6 +121,24 @@ def weights_of(name: str, spec: TensorSpec, transposed: bool) -> dict[str, Weigh
             own = TensorSpec(spec.dtype, (end - begin, k))
             found[module] = Weight(module, name, own, Part(expert, begin, end, transposed))
     return found
+
+
+class SingleWeights:
+    """The tensors of a checkpoint, in which arrays of all experts are the matrices of single experts.
+
+    Attributes:
+        names: of all tensors.
+    """
+
+    def __init__(self, source: CheckpointFolder):
+        self._source = source
+        self._parts = {f"{module}.weight": weight for module, weight in weights_in(source, source.config()).items()}
+        arrays = {weight.tensor for weight in self._parts.values()}
+        self.names = [*(name for name in source.shard_of if name not in arrays), *self._parts]
+
+    def read(self, name: str) -> np.ndarray:
+        """A tensor by its name."""
+        return self._parts[name].read(self._source) if name in self._parts else self._source.read(name)
 
 
 def weights_in(source: CheckpointFolder, config: dict[str, Any]) -> dict[str, Weight]:

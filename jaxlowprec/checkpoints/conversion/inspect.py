@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -159,13 +159,13 @@ def _compared(
             raise CheckpointError(
                 f"{reference.path}: {name!r} is {list(other.shape)}, in {folder.path} it is {list(module.shape)}"
             )
-        if own:
-            decoded = own.decode(folder, "float32")
+        error = None
+        if own and own.scheme.of_expert_arrays:
+            error = error_of_parts(zip(own.experts(folder, "float32"), against.experts(reference), strict=True))
+        elif own:
+            error = error_of(own.decode(folder, "float32"), against.read(reference))
         elif other.dtype in HIGH_PRECISION and folder.spec(name).dtype in HIGH_PRECISION:
-            decoded = folder.read(name)
-        else:
-            decoded = None
-        error = None if decoded is None else error_of(decoded, against.read(reference))
+            error = error_of(folder.read(name), against.read(reference))
         found.append(dataclasses.replace(module, error=error))
         counter.add(module.nbytes)
 
@@ -174,18 +174,24 @@ def _compared(
 
 
 def error_of(decoded: np.ndarray, reference: np.ndarray) -> WeightError:
-    """Compares two arrays of one shape piece by piece, with sums in float64. NaN and infinity stay what they are."""
-    decoded, reference = decoded.reshape(-1), reference.reshape(-1)
+    """Compares two arrays of one size piece by piece, with sums in float64. NaN and infinity stay what they are."""
+    return error_of_parts([(decoded, reference)])
+
+
+def error_of_parts(pairs: Iterable[tuple[np.ndarray, np.ndarray]]) -> WeightError:
+    """As `error_of`, for the parts of two arrays."""
     signal: Any = np.float64(0)
     noise: Any = np.float64(0)
     largest = np.float64(0)
     with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
-        for begin in range(0, reference.size, _CHUNK):
-            w = reference[begin : begin + _CHUNK].astype(np.float64)
-            difference = w - decoded[begin : begin + _CHUNK].astype(np.float64)
-            signal += w @ w
-            noise += difference @ difference
-            largest = np.maximum(largest, np.abs(difference).max())
+        for decoded, reference in pairs:
+            a, b = decoded.reshape(-1), reference.reshape(-1)
+            for begin in range(0, b.size, _CHUNK):
+                w = b[begin : begin + _CHUNK].astype(np.float64)
+                difference = w - a[begin : begin + _CHUNK].astype(np.float64)
+                signal += w @ w
+                noise += difference @ difference
+                largest = np.maximum(largest, np.abs(difference).max())
         if noise == 0:
             return WeightError(None, float(largest))
         return WeightError(float(10 * np.log10(signal / noise)), float(largest))

@@ -16,7 +16,6 @@ from jaxlowprec.checkpoints.files.folder import CONFIG_FILE, CheckpointFolder
 from jaxlowprec.checkpoints.files.written_whole import read_json_object
 from jaxlowprec.checkpoints.schemes import Scheme, from_config
 from jaxlowprec.checkpoints.schemes.magnitudes import all_finite, amax, limit
-from jaxlowprec.checkpoints.schemes.mixed import Mixed
 
 MODELOPT_FILE = "hf_quant_config.json"
 """Where ModelOpt's older checkpoints say how they are quantised."""
@@ -59,14 +58,32 @@ class QuantisedModule:
         Raises:
             CheckpointError: as `shape`, and for scales that no weight can have.
         """
-        with naming(source, self.name), np.errstate(over="ignore", invalid="ignore"):
-            return self.scheme.decompress(self.read(source), dtype)
+        return self._decoded(source, self.read(source), dtype)
 
     def decode_finite(self, source: CheckpointFolder, dtype: str) -> np.ndarray:
         """As `decode`, but raises CheckpointError if the weight is not finite."""
-        decoded = self.decode(source, dtype)
+        return self._finite(source, self.read(source), dtype)
+
+    def experts_finite(self, source: CheckpointFolder, dtype: str) -> Iterator[np.ndarray]:
+        """As `decode_finite` for an array of all experts: [1, ...] of each expert, one in memory at a time."""
+        return (self._finite(source, tensors, dtype) for tensors in self._experts(source))
+
+    def experts(self, source: CheckpointFolder, dtype: str) -> Iterator[np.ndarray]:
+        """As `decode` for an array of all experts: [1, ...] of each expert, one in memory at a time."""
+        return (self._decoded(source, tensors, dtype) for tensors in self._experts(source))
+
+    def _experts(self, source: CheckpointFolder) -> Iterator[dict[str, np.ndarray]]:
+        for expert in range(self.shape(source)[0]):
+            yield {part: source.file_of(name).read_at(name, expert)[None] for part, name in self.tensors.items()}
+
+    def _decoded(self, source: CheckpointFolder, tensors: Mapping[str, np.ndarray], dtype: str) -> np.ndarray:
+        with naming(source, self.name), np.errstate(over="ignore", invalid="ignore"):
+            return self.scheme.decompress(tensors, dtype)
+
+    def _finite(self, source: CheckpointFolder, tensors: Mapping[str, np.ndarray], dtype: str) -> np.ndarray:
+        decoded = self._decoded(source, tensors, dtype)
         if not all_finite(decoded):
-            where, largest = f"{source.path}: module {self.name!r}", amax(self.decode(source, "float32"))
+            where, largest = f"{source.path}: module {self.name!r}", amax(self._decoded(source, tensors, "float32"))
             if not np.isfinite(largest):
                 raise CheckpointError(f"{where}: its codes and scales stand for infinity or NaN where engines compute")
             raise CheckpointError(
@@ -151,7 +168,7 @@ def quantised_modules(source: CheckpointFolder, scheme: Scheme) -> dict[str, Qua
 def _own_scheme(source: CheckpointFolder, scheme: Scheme, module: str, tensors: Mapping[str, str]) -> Scheme:
     own = scheme.of_module(module)
     if own is None:
-        why = scheme.why_no_scheme(module) if isinstance(scheme, Mixed) else "no scheme"
+        why = scheme.why_no_scheme(module)
         raise CheckpointError(
             f"{source.path / CONFIG_FILE}: module {module!r} holds {', '.join(sorted(tensors))}, but {why}; add it to "
             "the targets of a group"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,8 +24,11 @@ class Job:
         module: the module that they belong to; for a copy the tensor's name.
         outputs: the tensors to write.
         source_bytes: the bytes that it reads.
-        make: computes the tensors; None: the one tensor is copied, byte for byte, from the tensor of the same name.
-        decode: decodes the weight from tensors with the outputs' names; set if a finite weight must stay finite.
+        make: computes the tensors.
+        parts: computes them piece by piece along their first axes, in order, one piece in memory at a time. Without it
+            and `make` the one tensor is copied, byte for byte, from the tensor of the same name.
+        decode: decodes the weight from tensors with the outputs' names, or from the pieces that belong together; set if
+            a finite weight must stay finite.
         scheme: of a job that quantises: the format.
         shape: of a job that quantises: the weight's.
         amax: of a job that quantises to a format with a scale per tensor: the magnitude to scale by.
@@ -39,6 +42,19 @@ class Job:
     scheme: Scheme | None = None
     shape: Sequence[int] = ()
     amax: Callable[[], float] | None = None
+    parts: Callable[[], Iterator[Arrays]] | None = None
+
+    @property
+    def computes(self) -> bool:
+        """Whether the tensors are computed, not copied."""
+        return self.make is not None or self.parts is not None
+
+    def made(self) -> Iterator[Arrays]:
+        """The tensors that are computed, whole or piece by piece."""
+        if self.parts is not None:
+            yield from self.parts()
+        elif self.make is not None:
+            yield self.make()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,7 +6,7 @@ import bisect
 import functools
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -36,7 +36,7 @@ from jaxlowprec.checkpoints.errors import CheckpointError
 from jaxlowprec.checkpoints.files.config import quantization_of, with_quantization
 from jaxlowprec.checkpoints.files.dtypes import HIGH_PRECISION, QUANTISED, numpy_dtype
 from jaxlowprec.checkpoints.files.folder import CheckpointFolder
-from jaxlowprec.checkpoints.schemes.base import Scheme, as_dtype
+from jaxlowprec.checkpoints.schemes.base import Scheme
 from jaxlowprec.checkpoints.schemes.magnitudes import amax
 
 _QUANTISED_NAMES = re.compile(
@@ -112,11 +112,12 @@ def _shards(
 
     def job(weight: Weight) -> Job:
         scheme, module = schemes[weight.module], weight.module
-        make = functools.partial(_compress, source, scheme, weight, amaxes)
+        make = None if scheme.of_expert_arrays else functools.partial(_compress, source, scheme, weight, amaxes)
+        parts = functools.partial(_by_expert, source, scheme, weight, amaxes) if scheme.of_expert_arrays else None
         decode = functools.partial(_decompress, scheme, module, weight.spec.dtype)
         amax = functools.partial(_amax, scheme, module, amaxes) if scheme.has_tensor_scale else None
         outputs = output_specs(scheme, module, weight.spec)
-        return Job(module, outputs, weight.spec.nbytes, make, decode, scheme, weight.spec.shape, amax)
+        return Job(module, outputs, weight.spec.nbytes, make, decode, scheme, weight.spec.shape, amax, parts)
 
     shards = {}
     for shard, file in source.shards.items():
@@ -130,29 +131,33 @@ def _shards(
 
 
 def _compress(source: CheckpointFolder, scheme: Scheme, weight: Weight, amaxes: _Amaxes) -> Arrays:
+    amax = _amax(scheme, weight.module, amaxes) if scheme.has_tensor_scale else None
+    return _compressed(source, scheme, weight, amaxes, weight.read(source), amax)
+
+
+def _by_expert(source: CheckpointFolder, scheme: Scheme, weight: Weight, amaxes: _Amaxes) -> Iterator[Arrays]:
+    """The tensors of an array of experts, one expert's in memory at a time."""
+    for matrix in weight.experts(source):
+        yield _compressed(source, scheme, weight, amaxes, matrix[None])
+
+
+def _compressed(
+    source: CheckpointFolder,
+    scheme: Scheme,
+    weight: Weight,
+    amaxes: _Amaxes,
+    numbers: np.ndarray,
+    amax: float | None = None,
+) -> Arrays:
+    """The tensors of a weight, or of one expert's part of it."""
     module = weight.module
-    amax = _amax(scheme, module, amaxes) if scheme.has_tensor_scale else None
     try:
         with naming(source, module):
-            made = (
-                _by_expert(source, scheme, weight)
-                if scheme.of_expert_arrays
-                else scheme.compress(weight.read(source), amax=amax)
-            )
+            made = scheme.compress(numbers, amax=amax)
     except CheckpointError:
         amaxes.own(module)  # raises if the weight is not finite, which no scale can hold
         raise
     return {f"{module}{scheme.joint}{suffix}": array for suffix, array in made.items()}
-
-
-def _by_expert(source: CheckpointFolder, scheme: Scheme, weight: Weight) -> Arrays:
-    """The tensors of an array of experts, of whose weights only one expert's are in memory."""
-    specs = scheme.output_specs(weight.spec.shape).items()
-    made = {suffix: np.empty(shape, as_dtype(dtype)) for suffix, (dtype, shape) in specs}
-    for expert, matrix in enumerate(weight.experts(source)):
-        for suffix, part in scheme.compress(matrix[None]).items():
-            made[suffix][expert] = part[0]
-    return made
 
 
 def _amax(scheme: Scheme, module: str, amaxes: _Amaxes) -> float:

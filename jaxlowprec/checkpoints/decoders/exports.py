@@ -25,7 +25,8 @@ _DRAFTS = ("num_nextn_predict_layers", "num_mtp_layers")
 
 def export(source: pathlib.Path, destination: pathlib.Path, decoder: Decoder, scheme: Any = None) -> None:
     """Writes a decoder as a Hugging Face folder, float tensors in bfloat16. Layers that predict further tokens, which
-    the decoder leaves out, are not in the export, and its config says so.
+    the decoder leaves out, are not in the export, and its config says so. Static scales of activations that the source
+    has for modules of the same scheme are kept.
 
     Arguments:
         source: the folder that it was loaded from, whose config and tokenizer are kept.
@@ -38,7 +39,10 @@ def export(source: pathlib.Path, destination: pathlib.Path, decoder: Decoder, sc
     state = nnx.state(decoder, _WEIGHTS)
     state = state if scheme is not None else decoded(state)
     mapping = mapping_of(decoder.config)
-    checkpoints.save(destination, state, mapping, config | {"dtype": "bfloat16"}, scheme=scheme, dtype=jnp.bfloat16)
+    config |= {"dtype": "bfloat16"}
+    scales = None if scheme is None else checkpoints.activation_scales(source, scheme)
+    options: dict[str, Any] = {"scheme": scheme, "dtype": jnp.bfloat16, "activation_scales": scales}
+    checkpoints.save(destination, state, mapping, config, **options)
     copy_tokenizer(source, destination)
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import os
 import pathlib
 import threading
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 
 import numpy as np
 
@@ -87,6 +88,16 @@ class SafetensorsFile(TensorFile[TensorEntry, Header]):
             raise CheckpointError(f"{self.path}: tensor {name!r} is {spec.dtype}, packed bits that no array holds")
         return self.raw(name).view(dtype).reshape(spec.shape)
 
+    def read_at(self, name: str, index: int) -> np.ndarray:
+        """A tensor at one index of its first axis, without that axis. Raises CheckpointError as `read` does."""
+        spec = self._entry(name).spec
+        dtype = numpy_dtype(spec.dtype)
+        if dtype is None:
+            raise CheckpointError(f"{self.path}: tensor {name!r} is {spec.dtype}, packed bits that no array holds")
+        data = memory(math.prod(spec.shape[1:]) * dtype.itemsize)
+        self.read_into(name, data, index * data.nbytes)
+        return data.view(dtype).reshape(spec.shape[1:])
+
     def copy_to(self, name: str, destination: OpenFile, offset: int) -> None:
         """Copies a tensor's bytes into another file, inside the kernel where possible."""
         entry = self._entry(name)
@@ -139,6 +150,26 @@ class SafetensorsWriter(FilledFile):
             raise CheckpointError(f"{self.path}: tensor {name!r} was announced as {entry.spec}, given as {given}")
         data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
         self._file.write(entry.offset, data.data)
+
+    def write_parts(self, names: Collection[str], parts: Iterable[Mapping[str, np.ndarray]]) -> None:
+        """Writes tensors that come piece by piece along their first axes, in order; one piece is in memory.
+
+        Arguments:
+            names: the tensors.
+            parts: the pieces that come next, by the tensors' names.
+        """
+        entries, written = {name: self._claim(name) for name in names}, dict.fromkeys(names, 0)
+        for name, array in (item for part in parts for item in part.items()):
+            spec, data = entries[name].spec, np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+            fits = written[name] + data.nbytes <= spec.nbytes
+            if (file_dtype(array.dtype), array.shape[1:]) != (spec.dtype, spec.shape[1:]) or not fits:
+                given = TensorSpec(file_dtype(array.dtype), tuple(array.shape))
+                raise CheckpointError(f"{self.path}: tensor {name!r} was announced as {spec}, and a part is {given}")
+            self._file.write(entries[name].offset + written[name], data.data)
+            written[name] += data.nbytes
+        for name, entry in entries.items():
+            if written[name] != entry.spec.nbytes:
+                raise CheckpointError(f"{self.path}: {written[name]} bytes of tensor {name!r} came; it is {entry.spec}")
 
     def copy(self, name: str, source: SafetensorsFile, source_name: str) -> None:
         """Copies a tensor from another file."""

@@ -36,7 +36,7 @@ _MOST_THAT_ROUNDING_ADDS = 4  # a factor: a range is at most twice the amax, and
 class Scheme(abc.ABC):
     """One published format of a weight [N, K], the matrix that a Hugging Face checkpoint calls `<module>.weight`.
 
-    `store` is the inverse of `load`: no number is quantised again. `compress(w)` is `store(quantize(w))`.
+    `store` is the inverse of `load`: no number is quantised again.
 
     Attributes:
         name: what `schemes.by_name` calls it.
@@ -47,7 +47,7 @@ class Scheme(abc.ABC):
         scale_dtypes: dtypes that scales may have, for schemes with a `scale_dtype` of their own.
         regex_ignores: whether `quantization_config` can name modules by regular expressions ("re:...").
         family: the `quant_method` whose configurations can name several schemes; None: only one.
-        loadable: whether a QuantizedArray can hold the format, so that `format`, `load` and `store` exist.
+        has_format: whether `compress(w)` is `store(quantize(w, format))`; otherwise `format` raises ValueError.
         of_expert_arrays: whether weights are arrays that hold all experts of a layer, instead of matrices.
         joint: what stands between a module's name and the last part of a tensor's.
         scalars: required tensors whose shape may be [].
@@ -61,7 +61,7 @@ class Scheme(abc.ABC):
     scale_dtypes: ClassVar[tuple[str, ...]] = ()
     regex_ignores: ClassVar[bool] = True
     family: ClassVar[str | None] = None
-    loadable: ClassVar[bool] = True
+    has_format: ClassVar[bool] = True
     of_expert_arrays: ClassVar[bool] = False
     joint: ClassVar[str] = "."
     scalars: ClassVar[tuple[str, ...]] = ()
@@ -75,6 +75,11 @@ class Scheme(abc.ABC):
     @abc.abstractmethod
     def format(self) -> Format:
         """The format that weights are quantised to."""
+
+    @property
+    def held(self) -> Format:
+        """The format of the arrays that `load` gives and `store` takes."""
+        return self.format
 
     @abc.abstractmethod
     def output_specs(self, shape: Sequence[int], dtype: Any = "bfloat16") -> dict[str, Spec]:
@@ -117,6 +122,10 @@ class Scheme(abc.ABC):
     def of_module(self, module: str) -> Scheme | None:
         """The scheme of one module: this one, unless a configuration names several (`Mixed`). None: no scheme."""
         return self
+
+    def why_no_scheme(self, module: str) -> str:
+        """A sentence about a module for which `of_module` gives None."""
+        return f"{self.name} is not for {module}"
 
     def of_shape(self, shape: Sequence[int]) -> Scheme:
         """The scheme for weights of one shape: this one, unless its groups are whole rows (`group_size=-1`)."""
@@ -236,7 +245,7 @@ class Scheme(abc.ABC):
             raise ValueError(f"{who}: q, of shape {q.shape}, is quantised along axis -2; pass q.mT, which is [N, K]")
         fixed = self.of_shape(q.shape)
         if not fixed.holds(q):
-            raise ValueError(f"{who}: q has format {q.format!r}; needs {fixed.format!r}")
+            raise ValueError(f"{who}: q has format {q.format!r}; needs {fixed.held!r}")
         if q.hadamard is not None:
             raise ValueError(f"{who}: q is rotated by {q.hadamard}, which this format cannot say; quantise without it")
         self._require(q.shape, "store")
@@ -249,7 +258,7 @@ class Scheme(abc.ABC):
     def holds(self, q: QuantizedArray) -> bool:
         """Whether codes and scales of an array have this scheme's layout, however they were chosen."""
         layout = operator.attrgetter("element", "block", "scale_dtype", "has_zero_point", "row_scaled")
-        own = self.of_shape(q.shape).format
+        own = self.of_shape(q.shape).held
         return type(q.format) is type(own) and layout(q.format) == layout(own)
 
     def compute_dtype(self, dtype: np.dtype) -> np.dtype:

@@ -57,8 +57,8 @@ def scattered(who: str, g_idx: np.ndarray, group_size: int) -> np.ndarray | None
 def not_loadable(who: str, g_idx: str) -> ValueError:
     """The error of `load` for act-order."""
     return ValueError(
-        f"{who}.load: {g_idx} is not k // group_size (act-order): groups of a QuantizedArray are consecutive; run "
-        "`jaxlowprec dequantize` and load the result, or use decompress, then quantise"
+        f"{who}.load: {g_idx} is not k // group_size (act-order): groups of a QuantizedArray are consecutive, and no "
+        "layer permutes its inputs; run `jaxlowprec dequantize` and load the result, or use decompress, then quantise"
     )
 
 

@@ -119,7 +119,7 @@ class Mixed(Scheme):
         return next((s for target, s in sorted(self._targets.items(), key=_first) if _of_class(module, target)), None)
 
     def why_no_scheme(self, module: str) -> str:
-        """A sentence about a module that no target names."""
+        """See `Scheme`."""
         targets = ", ".join(list(self._targets)[:8])
         return f"no target of the configuration names it; there are {len(self._targets)}, such as {targets}"
 

@@ -161,15 +161,7 @@ class PackedNVFP4(_TwoLevel):
 
     def quantization_config(self, ignore: Sequence[str]) -> dict[str, Any]:
         """See `Scheme`."""
-        weights = {
-            "num_bits": 4,
-            "type": "float",
-            "symmetric": True,
-            "strategy": "tensor_group",
-            "group_size": BLOCK,
-            "scale_dtype": "torch.float8_e4m3fn",
-        }
-        return config_of("nvfp4-pack-quantized", weights, ignore)
+        return config_of("nvfp4-pack-quantized", _ARGUMENTS, ignore)
 
     def _tensor_scale(self, tensors: Tensors) -> np.float32:
         return tensors["weight_global_scale"][0]
@@ -183,6 +175,50 @@ class PackedNVFP4(_TwoLevel):
 
     def _scales(self, amax: np.float32) -> dict[str, np.ndarray]:
         return {"weight_global_scale": np.asarray([encode_scale(amax)])}
+
+
+_ARGUMENTS = {
+    "num_bits": 4,
+    "type": "float",
+    "symmetric": True,
+    "strategy": "tensor_group",
+    "group_size": BLOCK,
+    "scale_dtype": "torch.float8_e4m3fn",
+}
+"""How compressed-tensors describes NVFP4."""
+
+
+@dataclasses.dataclass(frozen=True)
+class PackedNVFP4W4A4(PackedNVFP4):
+    """Compressed-tensors "nvfp4-pack-quantized" with activations in NVFP4 too, its preset "NVFP4" (W4A4).
+
+    Engines find the block scales of activations at run time, relative to the module's `input_global_scale`.
+
+    Arguments:
+        input_global_scale: the encode scale of activations that `store` writes, 2688 over their amax. It comes from
+            calibration and does not belong to a weight, so `load` ignores it. 1 stands for no calibration.
+    """
+
+    input_global_scale: float = 1.0
+
+    name: ClassVar[str] = "nvfp4_w4a4"
+    input_range: ClassVar[float | None] = float(LARGEST)
+
+    def of_inputs(self, amax: float) -> PackedNVFP4W4A4:
+        """See `Scheme`."""
+        return dataclasses.replace(self, input_global_scale=float(encode_scale(np.float32(amax))))
+
+    def output_specs(self, shape: Sequence[int], dtype: Any = "bfloat16") -> dict[str, Spec]:
+        """See `Scheme`."""
+        return {**super().output_specs(shape, dtype), "input_global_scale": ("float32", (1,))}
+
+    def quantization_config(self, ignore: Sequence[str]) -> dict[str, Any]:
+        """See `Scheme`."""
+        activations = {**_ARGUMENTS, "dynamic": "local", "observer": "static_minmax"}
+        return config_of("nvfp4-pack-quantized", _ARGUMENTS, ignore, activations)
+
+    def _scales(self, amax: np.float32) -> dict[str, np.ndarray]:
+        return {**super()._scales(amax), "input_global_scale": np.asarray([self.input_global_scale], np.float32)}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -64,7 +64,7 @@ def detect(tensors: Mapping[str, Any]) -> Scheme | None:
         case "int32", None, "bfloat16" | "float16":
             return _packed_int4(tensors, specs)
         case "uint8", None, "float8_e4m3fn":
-            return by_name("nvfp4")
+            return by_name("nvfp4_w4a4" if "input_global_scale" in specs else "nvfp4")
         case "uint8", None, "uint8" | "float8_e8m0fnu":
             return by_name("mxfp4")
         case None, "uint8", "float8_e4m3fn" if "weight_scale_2" in specs:
@@ -217,11 +217,17 @@ def _group(entry: Mapping[str, Any], group: Mapping[str, Any]) -> Scheme:
         return by_name(name, group_size=size)
     if format in ("float-quantized", "int-quantized", "naive-quantized"):
         return _eight_bits(format, weights, group.get("input_activations"))
-    names = {"nvfp4-pack-quantized": "nvfp4", "mxfp4-pack-quantized": "mxfp4", "mxfp8-quantized": "mxfp8"}
+    nvfp4 = "nvfp4_w4a4" if _scaled_locally(group.get("input_activations")) else "nvfp4"
+    names = {"nvfp4-pack-quantized": nvfp4, "mxfp4-pack-quantized": "mxfp4", "mxfp8-quantized": "mxfp8"}
     if not isinstance(format, str) or format not in names:
         supported = ", ".join(["pack-quantized", "float-quantized", "int-quantized", *names])
         raise ValueError(f"{_WHO}: format is {brief(format)}; supported are {supported}")
     return by_name(names[format])
+
+
+def _scaled_locally(inputs: Any) -> bool:
+    """Whether activations have block scales at run time, relative to a stored scale."""
+    return inputs is not None and _object(inputs, "input_activations").get("dynamic") == "local"
 
 
 def _implied_format(weights: Mapping[str, Any], has_inputs: bool) -> str:

@@ -13,12 +13,13 @@ from jaxlowprec.checkpoints.schemes.gpt_oss import GPTOSSMXFP4
 from jaxlowprec.checkpoints.schemes.gptq import GPTQ
 from jaxlowprec.checkpoints.schemes.int4 import PackedInt4, PackedInt4Asymmetric
 from jaxlowprec.checkpoints.schemes.mx import MilesMXFP8, PackedMXFP4, QuantizedMXFP8
-from jaxlowprec.checkpoints.schemes.nvfp4 import ModelOptNVFP4, PackedNVFP4
+from jaxlowprec.checkpoints.schemes.nvfp4 import ModelOptNVFP4, PackedNVFP4, PackedNVFP4W4A4
 
 _CLASSES: tuple[type[Scheme], ...] = (
     PackedInt4,
     PackedInt4Asymmetric,
     PackedNVFP4,
+    PackedNVFP4W4A4,
     PackedMXFP4,
     QuantizedMXFP8,
     Float8Tiles,
@@ -63,7 +64,7 @@ def by_name(name: str, *, group_size: int | None = None, **options: Any) -> Sche
     made = scheme(**options)
     if getattr(made, "group_size", None) == -1 or group_size is None:
         return made
-    if not made.loadable or made.format.scaling == "tensor":
+    if not made.has_format or made.format.scaling == "tensor":
         raise ValueError(f"schemes.by_name: group_size={group_size}; {name} has no groups: leave it out")
     if group_size != made.format.length:
         raise ValueError(f"schemes.by_name: group_size={group_size}; {name} has groups of {made.format.length}")

@@ -75,6 +75,11 @@ class LeafTensors:
         """Whether the leaf is a QuantizedArray."""
         return isinstance(self.leaf.group.leaves[0] if isinstance(self.leaf, Placed) else self.leaf, QuantizedArray)
 
+    @property
+    def own_scheme(self) -> Scheme | None:
+        """The scheme of the tensor's module: of a `Mixed` that of the target that names it; None: there is none."""
+        return None if self.scheme is None else self.scheme.of_module(self.scheme.module_of(self.name))
+
     def specs(self) -> dict[str, TensorSpec]:
         """Dtypes and shapes of the tensors, by their names; nothing is computed."""
         if self.is_quantized:
@@ -108,7 +113,10 @@ class LeafTensors:
         if self.scheme is None:
             fmt = self.placed.group.leaves[0].format
             raise ValueError(f"to_tensors: {self.path} is quantised to {fmt}; pass scheme= to store it")
-        return self.scheme
+        own = self.own_scheme
+        if own is None:
+            raise ValueError(f"to_tensors: {self.path} is quantised: {self.scheme.why_no_scheme(self.module)}")
+        return own
 
 
 @dataclasses.dataclass(frozen=True)

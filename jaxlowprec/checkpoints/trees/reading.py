@@ -99,11 +99,12 @@ class Reading:
             return self.tensors.get(group.rule.tied_to)
         if group.rule.tied_to is not None:
             self.require_tied(name, group.rule.tied_to)
-        arrays = self.scheme is not None and self.scheme.of_expert_arrays and holds_expert_arrays(group)
+        scheme = None if self.scheme is None else self.scheme.of_module(self.scheme.module_of(name))
+        arrays = scheme is not None and scheme.of_expert_arrays and holds_expert_arrays(group)
         is_kernel = group.rule.is_kernel or arrays
         quantized = is_kernel and (array is None or array.dtype.name not in FLOATS)
-        if quantized and self.scheme is not None and (parts := self._parts(self.scheme, name)):
-            return self._quantized(group, place, parts, array)
+        if quantized and scheme is not None and (parts := self._parts(scheme, name)):
+            return self._quantized(group, place, scheme, parts, array)
         if array is not None:
             self.used.add(name)
         return array
@@ -114,21 +115,22 @@ class Reading:
         parts = {part: f"{module}{scheme.joint}{part}" for part in (*scheme.required, *scheme.optional)}
         return {part: full for part, full in parts.items() if full in self.tensors}
 
-    def _quantized(self, group: Group, place: Place, parts: Mapping[str, str], read: np.ndarray | None) -> Any:
-        assert self.scheme is not None
+    def _quantized(
+        self, group: Group, place: Place, scheme: Scheme, parts: Mapping[str, str], read: np.ndarray | None
+    ) -> Any:
         path = group.path_of(place)
         arrays = holds_expert_arrays(group)
         if not group.holds_matrices and not arrays:
             raise ValueError(
                 f"from_tensors: {group.path} of shape {group.moves[0].shape} has the layout {group.layout.text!r}, and "
-                f"the checkpoint holds {place.name} quantised to {self.scheme.name}; needs a leaf [K, N] for it, or a "
+                f"the checkpoint holds {place.name} quantised to {scheme.name}; needs a leaf [K, N] for it, or a "
                 "checkpoint that jaxlowprec.checkpoints.dequantize made"
             )
         suffixed = {
             p: read if full == place.name and read is not None else self.tensors[full] for p, full in parts.items()
         }
         self.used |= set(parts.values())
-        stored = self.scheme.as_stored({part: tensor.dtype.name for part, tensor in suffixed.items()})
+        stored = scheme.as_stored({part: tensor.dtype.name for part, tensor in suffixed.items()})
         q = about(path, functools.partial(stored.load, suffixed, group.leaves[0].dtype))
         return q.mT if arrays else q
 

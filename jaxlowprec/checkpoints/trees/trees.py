@@ -17,6 +17,7 @@ from jaxlowprec.checkpoints.files.safetensors_file import SafetensorsWriter
 from jaxlowprec.checkpoints.files.safetensors_header import TensorSpec
 from jaxlowprec.checkpoints.files.written_whole import write_json
 from jaxlowprec.checkpoints.schemes import Scheme, from_config
+from jaxlowprec.checkpoints.trees.activation_scales import check_scales, with_scales
 from jaxlowprec.checkpoints.trees.mapping import TreeMapping
 
 Folder = str | os.PathLike[str]
@@ -31,6 +32,7 @@ def save(
     scheme: Scheme | None = None,
     dtype: Any = None,
     shard_bytes: int = 5_000_000_000,
+    activation_scales: Mapping[str, np.ndarray] | None = None,
 ) -> None:
     """Writes a tree as a Hugging Face checkpoint.
 
@@ -40,15 +42,18 @@ def save(
         config: the content of config.json; the scheme replaces what it says about quantisation, and every kernel that
             is not quantised is ignored by name.
         shard_bytes: the size of files that tensors are spread over, with at least one tensor in each.
+        activation_scales: static scales of activations by their tensors' names, such as `activation_scales(folder,
+            scheme)` reads, in place of the scheme's. Those of modules without such a tensor are left out.
 
     Raises:
         CheckpointError: the folder is not empty.
-        ValueError: see `TreeMapping.to_tensors`.
+        ValueError: see `TreeMapping.to_tensors`; `activation_scales` that are none.
     """
+    check_scales("save", activation_scales or {})
     path = pathlib.Path(folder)
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise CheckpointError(f"{path}: holds something already; save to a new or empty folder")
-    tensors = mapping.to_tensors(tree, scheme, dtype)
+    tensors = with_scales(mapping.to_tensors(tree, scheme, dtype), activation_scales or {})
     content = dict(config)
     if scheme is not None:
         content = with_quantization(content, scheme.quantization_config(mapping.float_modules(tree)))

@@ -17,12 +17,13 @@ from typing import Any
 
 import numpy as np
 
-from jaxlowprec.checkpoints.errors import brief
-from jaxlowprec.checkpoints.schemes import by_name, marlin
+from jaxlowprec.checkpoints.schemes import marlin
 from jaxlowprec.checkpoints.schemes.base import Scheme
 from jaxlowprec.checkpoints.schemes.codes import pack_words, unpack_words
 from jaxlowprec.checkpoints.schemes.gptq import GPTQ
 from jaxlowprec.checkpoints.schemes.int4 import Int4Groups
+from jaxlowprec.checkpoints.schemes.mixed import Mixed
+from jaxlowprec.weight_sync.described import scheme_of
 from jaxlowprec.weight_sync.receiving.given_scales import requantized
 
 Arrays = dict[str, Any]
@@ -78,9 +79,9 @@ def _from_plain(live: Arrays, kept: Arrays, scheme: Scheme) -> Arrays:
 
 
 def _as_gptq(scheme: Scheme) -> GPTQ:
-    fmt = scheme.format
-    if fmt.element != "int4":
+    if not isinstance(scheme, Int4Groups):
         raise ValueError(f"{scheme.name} holds no 4-bit integers; needs form='plain' or 'published'")
+    fmt = scheme.format
     version: Any = 2 if fmt.has_zero_point else 1
     return GPTQ(fmt.length, not fmt.has_zero_point, fmt.scale_dtype, version)
 
@@ -143,12 +144,10 @@ def check(described: Mapping[str, Any] | None, form: str) -> None:
     """
     if form == "published" or described is None:
         return
-    try:
-        scheme = by_name(**described)
-    except TypeError as error:
-        raise ValueError(f"{brief(dict(described))} does not describe a known scheme: {error}") from None
+    schemes = _schemes(scheme_of(described))
     if form != "plain":
-        _as_gptq(scheme)
+        for scheme in schemes:
+            _as_gptq(scheme)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -183,7 +182,8 @@ def decoded(
     Raises:
         ValueError: a module lacks tensors, or cannot be decoded to the form.
 
-    >>> from jaxlowprec.weight_sync.sending.source import described
+    >>> from jaxlowprec.checkpoints.schemes import by_name
+    >>> from jaxlowprec.weight_sync.described import described
     >>> scheme = by_name("w4a16", group_size=16)
     >>> stored = scheme.compress(np.eye(8, 16, dtype=np.float32))
     >>> sent = {f"up.{part}": tensor for part, tensor in stored.items()}
@@ -195,9 +195,8 @@ def decoded(
     """
     if form == "published" or described is None:
         return arrays, {}
-    scheme = by_name(**described)
     live, modules = dict(arrays), {}
-    for module, names in _quantised(arrays, scheme).items():
+    for module, (scheme, names) in _quantised(arrays, scheme_of(described)).items():
         tensors = {part: np.asarray(arrays[name]) for part, name in names.items()}
         try:
             stored = scheme.as_stored({part: tensor.dtype.name for part, tensor in tensors.items()})
@@ -227,7 +226,21 @@ def encoded(live: Mapping[str, Any], modules: Mapping[str, Module], form: str) -
     return sent
 
 
-def _quantised(arrays: Arrays, scheme: Scheme) -> dict[str, dict[str, str]]:
+def _schemes(scheme: Scheme) -> tuple[Scheme, ...]:
+    return scheme.schemes if isinstance(scheme, Mixed) else (scheme,)
+
+
+def _quantised(arrays: Arrays, scheme: Scheme) -> dict[str, tuple[Scheme, dict[str, str]]]:
+    """The quantised modules with their schemes, and their tensors' names by the last parts."""
+    return {
+        module: (own, names)
+        for own in _schemes(scheme)
+        for module, names in _with_codes(arrays, own).items()
+        if scheme.of_module(module) == own
+    }
+
+
+def _with_codes(arrays: Arrays, scheme: Scheme) -> dict[str, dict[str, str]]:
     """The modules that have the scheme's codes: maps each to its tensors' names, by their last parts."""
     codes, parts = scheme.required[0], (*scheme.required, *scheme.optional)
     own = [name.rpartition(".")[0] for name in arrays if name.rpartition(".")[2] == codes]

@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 from jaxlowprec.arrays.quantized_array import QuantizedArray
+from jaxlowprec.checkpoints.conversion.choice import require_one_scheme_in_a_unit
 from jaxlowprec.checkpoints.conversion.plan import output_specs
 from jaxlowprec.checkpoints.conversion.quantizing import amax
 from jaxlowprec.checkpoints.conversion.rules import Rules, fused_units, splits
 from jaxlowprec.checkpoints.errors import brief
+from jaxlowprec.checkpoints.files.dtypes import file_dtype
 from jaxlowprec.checkpoints.files.safetensors_header import TensorSpec
 from jaxlowprec.checkpoints.schemes.base import Scheme
+from jaxlowprec.checkpoints.trees.activation_scales import check_scales, with_scales
 from jaxlowprec.checkpoints.trees.leaf_tensors import LeafTensors, about
 from jaxlowprec.checkpoints.trees.mapping import TreeMapping
 from jaxlowprec.checkpoints.trees.tree_paths import leaves
+from jaxlowprec.weight_sync.described import described
 from jaxlowprec.weight_sync.manifest import Entry, Manifest
 
 PARTS = ("data", "scale", "amax", "zero_point", "signs")
@@ -34,6 +39,7 @@ class Bundle:
         entries: its tensors, in the order in which `arrays` makes them.
         members: the leaves that the tensors are made from.
         compressed: paths of the float kernels that the scheme quantises.
+        activation_scales: see `WeightSource`.
 
     >>> import numpy as np
     >>> source = WeightSource({"mlp": {"up_proj": {"kernel": np.ones((2, 2))}, "gate_proj": {"kernel": np.ones(2)}}})
@@ -45,6 +51,7 @@ class Bundle:
     entries: tuple[Entry, ...]
     members: tuple[LeafTensors, ...]
     compressed: frozenset[str] = frozenset()
+    activation_scales: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:
@@ -60,13 +67,13 @@ class Bundle:
         """
         shared = self._shared_amax()
         for member in self.members:
-            yield from self._made(member, shared, on_device)
+            yield from with_scales(dict(self._made(member, shared, on_device)), self.activation_scales).items()
 
     def _made(self, member: LeafTensors, shared: float | None, on_device: bool) -> Iterator[tuple[str, Any]]:
         if member.path not in self.compressed:
             yield from member.make(on_device).items()
             return
-        scheme, (weight,) = member.scheme, dataclasses.replace(member, dtype=None).make().values()
+        scheme, (weight,) = member.own_scheme, dataclasses.replace(member, dtype=None).make().values()
         assert scheme is not None  # WeightSource quantises only with a scheme
         largest = shared
         if scheme.has_tensor_scale and not scheme.shares_global_scale:
@@ -77,7 +84,7 @@ class Bundle:
     def _shared_amax(self) -> float | None:
         """The largest magnitude of all kernels, if the scheme scales them by one number."""
         kernels = [member for member in self.members if member.path in self.compressed]
-        scheme = kernels[0].scheme if kernels else None
+        scheme = kernels[0].own_scheme if kernels else None
         if scheme is None or not (scheme.has_tensor_scale and scheme.shares_global_scale):
             return None
         return max(amax(kernel.on_host()) for kernel in kernels)
@@ -90,8 +97,11 @@ class WeightSource:
         tree: an NNX module or state, Linen's variables or parameters, or any pytree of arrays: numpy arrays, or JAX
             arrays with any sharding within the process. Kernels may be QuantizedArrays [K, N].
         mapping: gives the tensors' names. None: the leaves' paths, for a QuantizedArray with `data`, `scale` and so on.
-        scheme: the format of quantised kernels; needs a mapping.
+        scheme: the format of quantised kernels; needs a mapping. With a `schemes.mixed.Mixed` each module has the
+            scheme of the target that names it, and kernels that no target names are not quantised.
         dtype: the dtype that float leaves are rounded to if they are not quantised. None: each keeps its own.
+        activation_scales: static scales of activations by their tensors' names, in place of the scheme's, see
+            `checkpoints.save`.
         quantize: which float kernels are quantised on the way, from their own dtype, as `jaxlowprec convert` does: all
             except those that these rules leave alone. None: only kernels that are quantised already are stored so.
 
@@ -120,6 +130,7 @@ class WeightSource:
         dtype: Any = None,
         *,
         quantize: Rules | None = None,
+        activation_scales: Mapping[str, np.ndarray] | None = None,
     ):
         if mapping is None and (scheme is not None or quantize is not None):
             raise ValueError("WeightSource: scheme= and quantize= are about modules; pass mapping= to name them")
@@ -128,18 +139,30 @@ class WeightSource:
         check_arrays("WeightSource", "the tree", tree)
         stored = _by_path(tree, dtype) if mapping is None else mapping.stored(tree, scheme, dtype)
         compressed = _compressed(stored, quantize)
+        scales = activation_scales or {}
+        check_scales("WeightSource", scales)
         bundled: dict[str, list[LeafTensors]] = {}
         for member in sorted(stored, key=lambda member: natural(member.name)):
             bundled.setdefault(bundle_of(member), []).append(member)
         self.bundles = tuple(
-            Bundle(key, _entries(bundled[key], compressed), tuple(bundled[key]), compressed)
+            Bundle(key, _entries(bundled[key], compressed, scales), tuple(bundled[key]), compressed, scales)
             for key in sorted(bundled, key=natural)
         )
         quantised = compressed or any(member.is_quantized for member in stored)
+        self._scheme = scheme if quantised else None
+        kernels = [member for member in stored if member.is_kernel and not member.is_quantized]
+        self._ignore = [kernel.module for kernel in kernels if kernel.path not in compressed]
         self.manifest = Manifest(
             tuple(entry for bundle in self.bundles for entry in bundle.entries),
-            described(scheme) if scheme is not None and quantised else None,
+            None if self._scheme is None else described(self._scheme),
         )
+
+    def quantization_config(self) -> dict[str, Any] | None:
+        """The entry of config.json for what is sent, as `checkpoints.save` writes it; None: nothing is quantised.
+
+        It ignores every kernel that is not quantised, by name.
+        """
+        return None if self._scheme is None else self._scheme.quantization_config(self._ignore)
 
     def arrays(self, on_device: bool = False) -> Iterator[tuple[str, Any]]:
         """All tensors in order, one at a time. See `Bundle.arrays`."""
@@ -162,16 +185,6 @@ def check_arrays(who: str, what: str, tree: Any) -> None:
             )
         if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.extended):
             raise TypeError(f"{who}: {what} has {leaf.dtype} at {path}; needs its numbers: jax.random.key_data(...)")
-
-
-def described(scheme: Scheme) -> dict[str, Any]:
-    """A scheme as it is written in a manifest; `schemes.by_name(**described(scheme))` is the scheme.
-
-    >>> from jaxlowprec.checkpoints.schemes import by_name
-    >>> described(by_name("w4a16", group_size=32))
-    {'name': 'w4a16', 'group_size': 32, 'scale_dtype': 'bfloat16'}
-    """
-    return {"name": scheme.name, **dataclasses.asdict(scheme)}
 
 
 def natural(name: str) -> list[tuple[int, int, str]]:
@@ -219,10 +232,16 @@ def _is_float(leaf: Any) -> bool:
 
 def _compressed(stored: Sequence[LeafTensors], quantize: Rules | None) -> frozenset[str]:
     """Paths of the float kernels that are to be quantised."""
-    if quantize is None:
-        return frozenset()
     kernels = {member.module: member for member in stored if member.is_kernel}
-    chosen = {m: k for m, k in kernels.items() if not k.is_quantized and quantize.why_left_alone(m) is None}
+    if quantize is None:
+        _require_one_scheme(kernels, ())
+        return frozenset()
+    chosen = {
+        m: k
+        for m, k in kernels.items()
+        if not k.is_quantized and k.own_scheme is not None and quantize.why_left_alone(m) is None
+    }
+    _require_one_scheme(kernels, chosen)
     left = {m for m, k in kernels.items() if m not in chosen and not k.is_quantized}
     if pairs := splits(left, set(kernels) - left):
         alone, other = pairs[0]
@@ -231,23 +250,33 @@ def _compressed(stored: Sequence[LeafTensors], quantize: Rules | None) -> frozen
             "let the rules match both or neither"
         )
     for module, kernel in chosen.items():
-        assert kernel.scheme is not None
-        if reason := kernel.scheme.check(kernel.shape):
+        own = kernel.own_scheme
+        assert own is not None
+        if reason := own.check(kernel.shape):
             raise ValueError(
-                f"WeightSource: {kernel.scheme.name} cannot hold {module}: {reason}; leave it alone with "
+                f"WeightSource: {own.name} cannot hold {module}: {reason}; leave it alone with "
                 "quantize=Rules(ignore=...)"
             )
     return frozenset(kernel.path for kernel in chosen.values())
 
 
-def _entries(members: Sequence[LeafTensors], compressed: frozenset[str]) -> tuple[Entry, ...]:
+def _require_one_scheme(kernels: Mapping[str, LeafTensors], chosen: Collection[str]) -> None:
+    """Raises ValueError if kernels that engines hold as one matrix would have different schemes."""
+    owned = {module: kernel.own_scheme for module, kernel in kernels.items() if kernel.is_quantized or module in chosen}
+    require_one_scheme_in_a_unit({module: scheme for module, scheme in owned.items() if scheme is not None})
+
+
+def _entries(
+    members: Sequence[LeafTensors], compressed: frozenset[str], scales: Mapping[str, np.ndarray]
+) -> tuple[Entry, ...]:
+    given = {name: TensorSpec(file_dtype(scale.dtype), scale.shape) for name, scale in scales.items()}
     found = []
     for member in members:
         specs: Mapping[str, TensorSpec] = about(member.path, dataclasses.replace(member, dtype=None).specs)
         if member.path in compressed:
-            assert member.scheme is not None
-            specs = output_specs(member.scheme, member.module, next(iter(specs.values())))
+            assert member.own_scheme is not None
+            specs = output_specs(member.own_scheme, member.module, next(iter(specs.values())))
         else:
             specs = member.specs()
-        found += [Entry(name, spec.dtype, spec.shape) for name, spec in specs.items()]
+        found += [Entry(name, spec.dtype, spec.shape) for name, spec in with_scales(specs, given).items()]
     return tuple(found)

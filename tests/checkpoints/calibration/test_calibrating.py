@@ -1,6 +1,7 @@
 """`jaxlowprec convert --calibrate`: what it writes, reports and refuses."""
 
 import json
+import re
 
 import numpy as np
 import pytest
@@ -10,7 +11,8 @@ from jaxlowprec.checkpoints.conversion.convert import Run, convert, dequantize, 
 from jaxlowprec.checkpoints.decoders.folders import load
 from jaxlowprec.checkpoints.errors import CheckpointError
 from jaxlowprec.cli.main import main
-from tests.checkpoints.small_models import contents, read_config, read_tensors
+from tests.checkpoints.small_models import contents, read_config, read_tensors, write_checkpoint
+from tests.helpers import assert_same_bytes
 from tests.models.decoder import tiny
 
 CONTEXT = 32
@@ -69,6 +71,26 @@ def test_static_scales_are_the_largest_activations(model, text, tmp_path):
     assert written["dynamic"] is False
     # RMSNorm of rows of 128 numbers, and its scale of ones: no more than sqrt(128)
     assert scales["q_proj"] * 448 <= np.sqrt(128) + 1e-3
+
+
+@pytest.mark.slow
+def test_nvfp4_has_measured_scales_of_activations(model, text, tmp_path):
+    """compressed-tensors' file holds 2688 over the largest activation, ModelOpt's the inverse."""
+    search = Method(feedback=False)
+    for name in ("nvfp4_w4a4", "modelopt_nvfp4", "nvfp4"):
+        calibrated(model, text, tmp_path / name, name, method=search)
+    found = {}
+    for name, field in (("nvfp4_w4a4", "input_global_scale"), ("modelopt_nvfp4", "input_scale")):
+        made = read_tensors(tmp_path / name)
+        found[name] = {n.split(".")[-2]: np.float64(t.item()) for n, t in made.items() if n.endswith(f".{field}")}
+        scales = found[name]
+        assert len(scales) == 7 and scales["q_proj"] == scales["k_proj"] == scales["v_proj"] != scales["down_proj"]
+    for module, encode in found["nvfp4_w4a4"].items():
+        assert encode > 0 and encode * found["modelopt_nvfp4"][module] == pytest.approx(1, rel=1e-6)
+    assert 2688 / found["nvfp4_w4a4"]["q_proj"] <= np.sqrt(128) + 1e-3  # behind RMSNorm
+    both, weights = (read_tensors(tmp_path / name) for name in ("nvfp4_w4a4", "nvfp4"))
+    assert_same_bytes({n: t for n, t in both.items() if not n.endswith("input_global_scale")}, weights)
+    load(tmp_path / "nvfp4_w4a4")
 
 
 @pytest.mark.parametrize(
@@ -134,6 +156,50 @@ def test_families(text, tmp_path, family):
     assert found.weight_errors and max(found.layer_errors) < 0.2
     assert all(".experts." in module for module in found.without_inputs)  # no token was sent to them
     load(tmp_path / "made")
+
+
+def with_arrays(tensors):
+    """The tensors with the experts of each layer in arrays [E, out, in], gate above up."""
+    parts, made = {}, {}
+    for name, tensor in tensors.items():
+        if expert := re.fullmatch(r"(.*\.experts)\.(\d+)\.(\w+)_proj\.weight", name):
+            parts.setdefault(expert[1], {}).setdefault(expert[3], {})[int(expert[2])] = tensor
+        else:
+            made[name] = tensor
+    for at, of in parts.items():
+        gate, up, down = (np.stack([of[part][e] for e in range(len(of[part]))]) for part in ("gate", "up", "down"))
+        made |= {f"{at}.gate_up_proj": np.concatenate([gate, up], axis=1), f"{at}.down_proj": down}
+    return made
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [("qwen3_moe", "nvfp4"), ("qwen3_moe", "fp8_tensor"), ("glm4_moe", "fp8_tensor"), ("deepseek_v3", "fp8_tensor")],
+)
+def test_arrays_of_experts_are_calibrated_as_single_ones(text, tmp_path, family, name):
+    """Each expert by the inputs that it received."""
+    single = tiny.folder(tmp_path / "single", family, num_hidden_layers=2)
+    tensors = with_arrays(read_tensors(single))
+    assert any(tensor.ndim == 3 for tensor in tensors.values())
+    arrays = write_checkpoint(tmp_path / "arrays", tensors, 1, read_config(single))
+    (arrays / "tokenizer.json").unlink()
+    reports = [calibrated(at, text, tmp_path / f"made-{at.name}", name) for at in (single, arrays)]
+    assert reports[0].calibrated == reports[1].calibrated
+    assert any(".experts.3." in module for module in reports[1].calibrated.weight_errors)
+    assert_same_bytes(read_tensors(tmp_path / "made-arrays"), read_tensors(tmp_path / "made-single"))
+    assert read_config(tmp_path / "made-arrays") == read_config(tmp_path / "made-single")
+
+
+@pytest.mark.slow
+def test_arrays_that_stay_as_they_are(text, tmp_path):
+    """Those of GPT-OSS are computed with, and only the other linears are calibrated."""
+    source = tiny.folder(tmp_path / "m", "gpt_oss")
+    report = calibrated(source, text, tmp_path / "made", "w4a16", group_size=32)
+    assert len(report.changed) == 8 and set(report.calibrated.weight_errors) == set(report.changed)
+    assert max(report.calibrated.layer_errors) < 0.2
+    with pytest.raises(CheckpointError, match="calibration does nothing for gpt_oss_mxfp4"):
+        calibrated(source, text, tmp_path / "other", "gpt_oss_mxfp4")
 
 
 @pytest.mark.slow

@@ -36,6 +36,7 @@ SCHEMES = {
     "mxfp8": schemes.by_name("mxfp8"),
     "fp8_block": schemes.by_name("fp8_block"),
     "deepseek_fp8": schemes.by_name("deepseek_fp8"),
+    "nvfp4_w4a4": schemes.by_name("nvfp4_w4a4"),
     "modelopt_nvfp4": schemes.by_name("modelopt_nvfp4"),
     "miles_mxfp8": schemes.by_name("miles_mxfp8"),
     "gptq": schemes.by_name("gptq", group_size=32),

@@ -9,6 +9,8 @@ from jaxlowprec.checkpoints.conversion.convert import Run, convert, dequantize
 from jaxlowprec.checkpoints.conversion.inspect import inspect
 from jaxlowprec.checkpoints.errors import CheckpointError
 from tests.checkpoints.small_models import llama, read_config, read_tensors, same, write_checkpoint
+from tests.helpers import assert_same_bytes
+from tests.models.decoder import tiny
 
 NVFP4, W4A16 = schemes.by_name("nvfp4"), schemes.by_name("w4a16", group_size=32)
 EXPERTS = "model.layers.0.mlp.experts"
@@ -70,6 +72,26 @@ def test_experts_are_those_of_single_weights(tmp_path, kind, transposed, nested,
     dequantize(tmp_path / "low", tmp_path / "back")
     high = read_tensors(tmp_path / "back")
     assert {f"{module}.weight" for module in weights} < set(high)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen3_moe", "glm4_moe", "deepseek_v2", "deepseek_v3"])
+def test_transformers_arrays_are_its_single_experts(tmp_path, family):
+    torch = pytest.importorskip("torch", reason="torch is not installed: pip install jaxlowprec[oracles]")
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    said = tiny.config(family)
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(
+        transformers.AutoConfig.for_model(said.pop("model_type"), **said)
+    )
+    made = {}
+    for original in (True, False):
+        source = tmp_path / f"source-{original}"
+        model.to(torch.bfloat16).save_pretrained(source, save_original_format=original)
+        convert(source, tmp_path / f"low-{original}", NVFP4)
+        made[original] = read_tensors(tmp_path / f"low-{original}")
+        assert any(name.endswith("experts.gate_up_proj") for name in read_tensors(source)) != original
+    assert_same_bytes(made[False], made[True])
 
 
 def test_they_may_have_a_scheme_of_their_own(tmp_path):

@@ -268,11 +268,12 @@ class TestTrees:
             assert same(np.asarray(a), np.asarray(b))
 
     def test_a_scheme_that_does_not_load_says_what_to_do(self, tmp_path):
-        tensors = {f"m.a.{k}": v for k, v in CHANNEL.compress(np.ones((32, 64), np.float32)).items()}
-        config = CONFIG | {"quantization_config": CHANNEL.quantization_config([])}
+        scheme = schemes.by_name("int8_channel")
+        tensors = {f"m.a.{k}": v for k, v in scheme.compress(np.ones((32, 64), np.float32)).items()}
+        config = CONFIG | {"quantization_config": scheme.quantization_config([])}
         like = {"a": {"kernel": jax.ShapeDtypeStruct((64, 32), "float32")}}
         path = write_checkpoint(tmp_path / "low", tensors, shards=1, config=config)
-        with pytest.raises(ValueError, match=r"a.kernel: fp8_channel.load: .*run `jaxlowprec dequantize`.*fp8_block"):
+        with pytest.raises(ValueError, match=r"a.kernel: int8_channel.load: .*run `jaxlowprec dequantize`.*w4a16"):
             load(path, like, self.MAPPING)
 
     def test_an_array_in_no_scheme(self):

@@ -163,3 +163,35 @@ def test_an_error_leaves_the_older_file(tmp_path):
 def test_a_dtype_that_no_file_holds_is_named(tmp_path):
     with pytest.raises(ValueError, match="no file holds elements of complex128"):
         file_dtype(np.complex128)
+
+
+def test_tensors_come_piece_by_piece(tmp_path):
+    tensors = {"a": values("BF16", (5, 3)), "b": values("U8", (5, 2, 2)), "c": values("F32", (2,))}
+    specs = {name: TensorSpec(file_dtype(a.dtype), a.shape) for name, a in tensors.items()}
+    with SafetensorsWriter(tmp_path / "a.safetensors", specs) as writer:
+        parts = ((0, 1), (1, 4), (4, 5))
+        writer.write_parts("ab", ({name: tensors[name][begin:end] for name in "ab"} for begin, end in parts))
+        writer.write("c", tensors["c"])
+    with SafetensorsFile(tmp_path / "a.safetensors") as file:
+        assert all(same(file.read(name), tensors[name]) for name in tensors)
+        assert all(same(file.read_at(name, 4), tensors[name][4]) for name in "ab")
+        with pytest.raises(CheckpointError, match="tensor 'c' has 8 bytes; 4 at 8 are asked for"):
+            file.read_at("c", 2)
+
+
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        ([values("U8", (2, 3))], "6 bytes of tensor 'a' came"),
+        ([values("U8", (2, 3)), values("U8", (3, 3))], r"tensor 'a' was announced as .* a part is .*\(3, 3\)"),
+        ([values("U8", (4, 2))], "tensor 'a' was announced as .* a part is"),
+        ([values("I8", (4, 3))], "tensor 'a' was announced as .* a part is .*I8"),
+    ],
+)
+def test_pieces_that_are_not_the_tensor(tmp_path, parts, message):
+    with (
+        pytest.raises(CheckpointError, match=message),
+        SafetensorsWriter(tmp_path / "a.safetensors", {"a": TensorSpec("U8", (4, 3))}) as writer,
+    ):
+        writer.write_parts("a", ({"a": part} for part in parts))
+    assert not list(tmp_path.iterdir())

@@ -24,6 +24,7 @@ FORMATS = (
     "w4a16",
     "w4a16_asym",
     "nvfp4",
+    "nvfp4_w4a4",
     "mxfp4",
     "mxfp8",
     "fp8_block",
@@ -277,6 +278,23 @@ class TestMixed:
             assert own.quantization_config([])["format"] == theirs[first], module
 
 
+def test_scales_of_activations_are_theirs():
+    """Within the last bit: torch multiplies by the reciprocal. And their module has a place for them."""
+    scheme = schemes.by_name("nvfp4_w4a4")
+    module = torch.nn.Linear(32, 4)
+    quantization.initialize_module_for_quantization(module, scheme_of(scheme.quantization_config([]))[0])
+    held = dict(module.named_parameters())["input_global_scale"]
+    assert (str(held.dtype), tuple(held.shape)) == (
+        "torch.float32",
+        scheme.output_specs((4, 32))["input_global_scale"][1],
+    )
+    amaxes = np.exp2(np.random.default_rng(0).uniform(-20, 20, 500)).astype(np.float32)
+    for amax in amaxes:
+        theirs = quantization.utils.generate_gparam(torch.tensor(-amax), torch.tensor(amax / 2))
+        tensors = scheme.of_inputs(float(amax)).compress(np.ones((1, 16), np.float32))
+        np.testing.assert_array_max_ulp(theirs.numpy(), tensors["input_global_scale"])
+
+
 class TestConfig:
     @pytest.mark.parametrize("name", FORMATS)
     def test_they_accept_it_and_find_the_same_format(self, name):
@@ -293,6 +311,7 @@ class TestConfig:
             ("w4a16", "W4A16"),
             ("w4a16_asym", "W4A16_ASYM"),
             ("nvfp4", "NVFP4A16"),
+            ("nvfp4_w4a4", "NVFP4"),
             ("mxfp4", "MXFP4A16"),
             ("mxfp8", "MXFP8"),
             ("fp8_block", "FP8_BLOCK"),

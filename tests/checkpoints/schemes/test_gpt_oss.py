@@ -8,9 +8,15 @@ import pytest
 
 import jaxlowprec as jlp
 from jaxlowprec.checkpoints import schemes
+from jaxlowprec.checkpoints.conversion.choice import Choice
 from jaxlowprec.checkpoints.conversion.convert import Run, convert, dequantize
+from jaxlowprec.checkpoints.conversion.engine import compare_shards
 from jaxlowprec.checkpoints.conversion.inspect import inspect
+from jaxlowprec.checkpoints.conversion.presets import DEFAULTS
+from jaxlowprec.checkpoints.conversion.quantizing import plan_quantization
+from jaxlowprec.checkpoints.conversion.rules import Rules
 from jaxlowprec.checkpoints.errors import CheckpointError
+from jaxlowprec.checkpoints.files.folder import CheckpointFolder
 from tests.checkpoints.small_models import llama, read_config, read_tensors, same, write_checkpoint
 from tests.checkpoints.weights import FLOATS, assert_same_tensors
 from tests.helpers import as_bytes
@@ -101,18 +107,62 @@ def test_a_checkpoint_and_back(tmp_path):
         np.testing.assert_array_equal(tensor, high[name])
 
 
-def test_one_expert_is_in_memory_beside_the_codes(tmp_path):
-    whole = array((16, 128, 256), "float32")
+@pytest.mark.parametrize("verify", [False, True])
+def test_one_expert_is_in_memory(tmp_path, verify):
+    """Converting and decoding take less than a seventh of an array of 64 experts, and so does comparing at the end."""
+    whole = array((64, 128, 256), "float32")
     source = write_checkpoint(tmp_path / "source", {f"{EXPERTS}.down_proj": whole}, 1, CONFIG)
     convert(source, tmp_path / "warm", SCHEME)
+    run = Run(workers=1, verify=verify)
+    assert peak_of(lambda: convert(source, tmp_path / "low", SCHEME, run=run)) < whole.nbytes / 8
+    low = read_tensors(tmp_path / "low")
+    for part, made in SCHEME.compress(whole).items():
+        assert same(low[f"{EXPERTS}.down_proj_{part}"], made)
+    back = tmp_path / "back"
+    assert peak_of(lambda: dequantize(tmp_path / "low", back, dtype="float32", run=run)) < whole.nbytes / 8
+    decoded = SCHEME.decompress(SCHEME.compress(whole), "float32")
+    assert same(read_tensors(back)[f"{EXPERTS}.down_proj"], decoded)
+    found = []
+    assert peak_of(lambda: found.append(inspect(tmp_path / "low", source, workers=1))) < whole.nbytes / 2
+    error = np.float64(whole) - decoded
+    assert found[0].modules[0].error.max_abs == np.abs(error).max()
+    sqnr = 10 * np.log10(np.square(np.float64(whole)).sum() / np.square(error).sum())
+    assert found[0].modules[0].error.sqnr_db == pytest.approx(sqnr, rel=1e-9)
+
+
+def peak_of(work):
+    """The most bytes that Python's and numpy's arrays had at a time."""
     tracemalloc.start()
-    convert(source, tmp_path / "low", SCHEME, run=Run(workers=1))
+    work()
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    codes = sum(tensor.nbytes for tensor in read_tensors(tmp_path / "low").values())
-    assert codes < peak < codes + whole.nbytes / 2
-    for part, made in SCHEME.compress(whole).items():
-        assert same(read_tensors(tmp_path / "low")[f"{EXPERTS}.down_proj_{part}"], made)
+    return peak
+
+
+@pytest.mark.parametrize("part", ["blocks", "scales"])
+def test_a_changed_bit_in_the_last_expert_is_found(tmp_path, part):
+    source = write_checkpoint(tmp_path / "source", model(), 1, CONFIG)
+    convert(source, tmp_path / "low", SCHEME)
+    name, low = f"{EXPERTS}.down_proj_{part}", read_tensors(tmp_path / "low")
+    low[name] = low[name].copy()
+    low[name].reshape(-1)[-1] ^= 1
+    with CheckpointFolder(source) as opened:
+        plan = plan_quantization(opened, Choice(SCHEME), Rules(defaults=DEFAULTS))
+        with CheckpointFolder(tmp_path / "low") as made:
+            assert compare_shards(plan, opened, made, 1, None) == len(low)
+        changed, differs = write_checkpoint(tmp_path / "changed", low, 1, CONFIG), f"'{name}' differs from the source's"
+        with CheckpointFolder(changed) as made, pytest.raises(CheckpointError, match=differs):
+            compare_shards(plan, opened, made, 1, None)
+
+
+def test_an_expert_that_is_not_finite_is_named(tmp_path):
+    tensors = {f"{EXPERTS}.down_proj_{part}": t for part, t in SCHEME.compress(array()).items()}
+    tensors[f"{EXPERTS}.down_proj_scales"][2] = 200
+    config = CONFIG | {"quantization_config": SCHEME.quantization_config([])}
+    source = write_checkpoint(tmp_path / "low", tensors, 1, config)
+    dequantize(source, tmp_path / "high", dtype="float32")
+    with pytest.raises(CheckpointError, match=r"module '.*down_proj': its numbers reach .*, but float16 ends at 65504"):
+        dequantize(source, tmp_path / "narrow", dtype="float16")
 
 
 def test_a_model_of_transformers_loads_it(tmp_path):

@@ -12,6 +12,7 @@ from tests.helpers import as_bytes
 
 KINDS = {  # scheme, tensor, scale of an amax, a first guess at the amax of a scale
     "nvfp4": ("weight_global_scale", encode_scale, lambda s: np.float32(2688) / s),
+    "nvfp4_w4a4": ("weight_global_scale", encode_scale, lambda s: np.float32(2688) / s),
     "modelopt_nvfp4": ("weight_scale_2", decode_scale, lambda s: np.float32(2688) * s),
 }
 over_kinds = pytest.mark.parametrize("name", KINDS)
@@ -109,10 +110,25 @@ def test_ties_round_to_the_even_code():
     assert codes[: len(table)] == list(table.values())
 
 
-def test_the_activations_scale_is_written_and_not_held():
-    scheme = schemes.by_name("modelopt_nvfp4", input_scale=0.5)
+@pytest.mark.parametrize(("name", "field"), [("modelopt_nvfp4", "input_scale"), ("nvfp4_w4a4", "input_global_scale")])
+def test_the_activations_scale_is_written_and_not_held(name, field):
+    scheme = schemes.by_name(name, **{field: 0.5})
     tensors = scheme.compress(weight((4, 32)))
-    assert tensors["input_scale"] == 0.5
-    assert schemes.by_name("modelopt_nvfp4").store(scheme.load(tensors))["input_scale"] == 1
-    without = {name: tensor for name, tensor in tensors.items() if name != "input_scale"}
+    assert tensors[field] == 0.5
+    assert schemes.by_name(name).store(scheme.load(tensors))[field] == 1
+    without = {name: tensor for name, tensor in tensors.items() if name != field}
     assert float(scheme.load(without).amax) == float(scheme.load(tensors).amax)
+
+
+def test_the_scale_of_the_largest_activation():
+    made = {name: schemes.by_name(name).of_inputs(21.0) for name in ("nvfp4", "nvfp4_w4a4", "modelopt_nvfp4")}
+    assert made["nvfp4"] == schemes.by_name("nvfp4")
+    assert made["nvfp4_w4a4"].input_global_scale == 128
+    assert made["modelopt_nvfp4"].input_scale == np.float32(21) / np.float32(2688)
+    assert all(schemes.by_name(name).of_inputs(0.0) == schemes.by_name(name) for name in made)
+
+
+def test_weights_and_codes_are_those_without_activations():
+    both = schemes.by_name("nvfp4_w4a4").compress(weight((4, 32)))
+    assert both.pop("input_global_scale") == 1
+    assert_same_tensors(both, schemes.by_name("nvfp4").compress(weight((4, 32))))

@@ -13,7 +13,18 @@ ALL = SCHEMES | {f"{name} of rows": scheme for name, scheme in ROW_GROUPS.items(
 over_schemes = pytest.mark.parametrize("scheme", ALL.values(), ids=ALL)
 
 
-CHANGED = ("w4a16", "w4a16_asym", "gptq", "awq", "deepseek_fp8", "autofp8", "fp8_channel", "fp8_tensor", "int8_channel")
+CHANGED = (
+    "w4a16",
+    "w4a16_asym",
+    "nvfp4",
+    "gptq",
+    "awq",
+    "deepseek_fp8",
+    "autofp8",
+    "fp8_channel",
+    "fp8_tensor",
+    "int8_channel",
+)
 """Schemes that a changed configuration may name."""
 
 

@@ -99,7 +99,7 @@ class TestEveryScheme:
         with pytest.raises(TypeError, match="weight has dtype float64; needs bfloat16 or float16 or float32"):
             scheme.compress(np.zeros((128, 256)))
         if (
-            scheme.loadable
+            scheme.has_format
             and getattr(scheme, "group_size", 0) != -1
             and not scheme.format.tiles
             and scheme.format.length > 1

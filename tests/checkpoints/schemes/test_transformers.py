@@ -46,7 +46,7 @@ def write_checkpoint(folder, scheme):
             continue
         made = own.compress(w)
         tensors |= {f"{module}.{suffix}": t for suffix, t in made.items()}
-        if own.loadable:
+        if own.has_format:
             fmt = own.of_shape(w.shape).format
             served[name] = np.asarray(jlp.quantize(jnp.asarray(w), fmt).dequantize(jnp.bfloat16))
         else:
@@ -67,6 +67,7 @@ def write_checkpoint(folder, scheme):
         ("w4a16", {}),
         ("w4a16_asym", {"group_size": 32}),
         ("nvfp4", {}),
+        ("nvfp4_w4a4", {"input_global_scale": 500.0}),
         *(("nvfp4", {"scale_rule": rule}) for rule in ("four_over_six", "four_over_six_mse", "search")),
         ("mxfp4", {}),
         ("mxfp8", {}),
@@ -94,6 +95,14 @@ def assert_loads(tmp_path, scheme):
     assert_holds(model, served)
     logits = model(torch.arange(8)[None]).logits
     assert torch.isfinite(logits).all()
+
+
+def test_the_scale_of_activations_is_read(tmp_path):
+    """The presets of compressed-tensors call this format NVFP4, and weights only NVFP4A16."""
+    write_checkpoint(tmp_path, schemes.by_name("nvfp4_w4a4", input_global_scale=500.0))
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    found = [t for name, t in model.state_dict().items() if name.endswith("input_global_scale")]
+    assert len(found) == 7 * SIZES["num_hidden_layers"] and all(scale.float().tolist() == [500.0] for scale in found)
 
 
 def assert_holds(model, served):

@@ -9,10 +9,11 @@ import pytest
 from flax import nnx
 
 import jaxlowprec as jlp
-from jaxlowprec.checkpoints import convert, schemes
+from jaxlowprec.checkpoints import TreeMapping, activation_scales, convert, dequantize, save, schemes
 from jaxlowprec.checkpoints.decoders import exports, folders
 from jaxlowprec.checkpoints.families.known import mapping_for
 from jaxlowprec.models.decoder.config import FAMILIES
+from jaxlowprec.weight_sync import InProcess, Receiver, WeightSource, push
 from tests.checkpoints.small_models import read_config, read_tensors, write_checkpoint
 from tests.helpers import assert_same_bytes, often
 from tests.models.decoder import tiny
@@ -56,6 +57,70 @@ def test_quantised_parts_are_joined_and_taken_apart(family, tmp_path):
     assert len(ours) == 14
     for path, q in ours.items():
         assert_same_bytes((theirs[path].data, theirs[path].scale), (q.data, q.scale))
+
+
+@pytest.mark.parametrize("activations", ["dynamic", "static"])
+@pytest.mark.parametrize("family", ["phi3", pytest.param("qwen3_moe", marks=pytest.mark.slow)])
+def test_float8_with_a_scale_per_row(family, activations, tmp_path):
+    """It is served as it is, and the export has the bytes of the source."""
+    source = tiny.folder(tmp_path / "source", family)
+    scheme = schemes.by_name("fp8_channel", activations=activations, input_scale=0.5, scale_dtype="bfloat16")
+    convert(source, tmp_path / "codes", scheme)
+    dequantize(tmp_path / "codes", tmp_path / "decoded", dtype="float32")
+    codes, decoded = (folders.load(tmp_path / name) for name in ("codes", "decoded"))
+    assert len(arrays(codes)) == 14 and not arrays(decoded)
+    tokens = jnp.arange(12)[None]
+    np.testing.assert_allclose(codes(tokens), decoded(tokens), rtol=1e-4, atol=1e-4)
+    exports.export(tmp_path / "codes", tmp_path / "export", codes, scheme)
+    assert_same_bytes(read_tensors(tmp_path / "export"), read_tensors(tmp_path / "codes"))
+
+
+@pytest.mark.parametrize("name", ["fp8_tensor", "nvfp4_w4a4", "modelopt_nvfp4"])
+def test_calibrated_scales_of_activations_are_kept(name, tmp_path):
+    """Each module has its own, which no parameter of the decoder holds."""
+    source = tiny.folder(tmp_path / "source", "qwen3_moe", num_hidden_layers=1)
+    scheme = schemes.by_name(name, **({"activations": "static"} if name == "fp8_tensor" else {}))
+    convert(source, tmp_path / "codes", scheme)
+    tensors = read_tensors(tmp_path / "codes")
+    scales = [n for n in tensors if n.endswith(("input_scale", "input_global_scale"))]
+    tensors |= {n: np.full_like(tensors[n], 0.5 + i) for i, n in enumerate(scales)}
+    assert len(scales) == 4 + 3 * 4
+    calibrated = write_checkpoint(tmp_path / "calibrated", tensors, 1, read_config(tmp_path / "codes"))
+    decoder = folders.load(calibrated, param_dtype=jnp.bfloat16)
+    exports.export(calibrated, tmp_path / "export", decoder, scheme)
+    assert_same_bytes(read_tensors(tmp_path / "export"), tensors)
+    exports.export(source, tmp_path / "plain", decoder, scheme)
+    assert {read_tensors(tmp_path / "plain")[n].item() for n in scales} == {1.0}
+    state, kept = nnx.state(decoder, nnx.Any(nnx.Param, jlp.nnx.Quantized)), activation_scales(calibrated, scheme)
+    sent = WeightSource(state, folders.mapping_of(decoder.config), scheme, jnp.bfloat16, activation_scales=kept)
+    receiver = Receiver()
+    push(sent, InProcess(receiver))
+    assert_same_bytes({n: receiver.weights[n] for n in tensors}, tensors)
+
+
+def test_scales_of_another_scheme_are_left_out(tmp_path):
+    """FP8's are the amax over 448, NVFP4's over 2688, under one name."""
+    source = tiny.folder(tmp_path / "source", "llama2", num_hidden_layers=1)
+    convert(source, tmp_path / "codes", schemes.by_name("fp8_tensor", activations="static", input_scale=3.0))
+    assert len(activation_scales(tmp_path / "codes", schemes.by_name("fp8_tensor"))) == 7
+    assert activation_scales(tmp_path / "codes", schemes.by_name("modelopt_nvfp4")) == {}
+    assert activation_scales(source, schemes.by_name("fp8_tensor")) == {}
+
+
+@pytest.mark.parametrize(
+    ("scales", "message"),
+    [
+        ({"m.weight_scale": np.ones(1, np.float32)}, "'m.weight_scale'; needs names that end with input_scale or"),
+        ({"m.input_scale": np.ones(2, np.float32)}, r"'m.input_scale' of float32 \[2\]; needs one float number"),
+        ({"m.input_scale": np.ones(1, np.int8)}, r"'m.input_scale' of int8 \[1\]; needs one float number"),
+    ],
+)
+def test_what_is_no_scale_of_activations(scales, message, tmp_path):
+    with pytest.raises(ValueError, match=f"save: activation_scales has {message}"):
+        save(tmp_path / "m", {}, TreeMapping(()), {}, activation_scales=scales)
+    with pytest.raises(ValueError, match="WeightSource: activation_scales has"):
+        WeightSource({}, activation_scales=scales)
+    assert not (tmp_path / "m").exists()
 
 
 def arrays(decoder):

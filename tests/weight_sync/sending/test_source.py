@@ -19,7 +19,7 @@ from jaxlowprec.checkpoints.schemes import by_name
 from jaxlowprec.checkpoints.trees import trees
 from jaxlowprec.weight_sync import WeightSource
 from jaxlowprec.weight_sync.bucket import entry_of
-from jaxlowprec.weight_sync.sending.source import described
+from jaxlowprec.weight_sync.described import described
 from tests.checkpoints.weights import SCHEMES
 from tests.helpers import run_python
 from tests.sharding.meshes import mesh_of

@@ -18,10 +18,11 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from jaxlowprec.arrays.formats import Format
+from jaxlowprec.arrays.formats import Float8Block, Format
 from jaxlowprec.arrays.quantized_array import QuantizedArray
 from jaxlowprec.checkpoints.schemes.base import FLOATS, Scheme, Spec, Tensors, as_dtype
 from jaxlowprec.checkpoints.schemes.codes import E4M3
@@ -34,28 +35,32 @@ _AT_ONCE = 1 << 22  # elements
 
 @dataclasses.dataclass(frozen=True)
 class _Rows(Scheme):
-    """The common part. No QuantizedArray has one scale per row, so weights are only compressed and decompressed.
+    """The common part.
 
     Arguments:
         activations, input_scale: see `Float8PerTensor`.
+        scale_dtype: "bfloat16", "float16" or "float32"; None: the weight's dtype, as in compressed-tensors. To store
+            arrays that were loaded in another dtype, give that of the file.
     """
 
     activations: Activations = "dynamic"
     input_scale: float = 1.0
+    scale_dtype: str | None = None
 
     required: ClassVar[tuple[str, ...]] = ("weight", "weight_scale")
     optional: ClassVar[tuple[str, ...]] = ("input_scale",)
     family: ClassVar[str | None] = "compressed-tensors"
-    loadable: ClassVar[bool] = False
+    has_format: ClassVar[bool] = False
+    scale_dtypes: ClassVar[tuple[str, ...]] = FLOATS
     also_shaped = {"input_scale": ((),)}  # noqa: RUF012
     also_read = {"weight_scale": FLOATS, "input_scale": FLOATS}  # noqa: RUF012
     codes: ClassVar[str]
     """The dtype of codes."""
-    instead: ClassVar[str]
-    """What a model of this library trains with instead."""
 
     def __post_init__(self):
         check_activations(self.name, self.activations)
+        if self.scale_dtype not in (None, *FLOATS):
+            raise ValueError(f"{self.name}: scale_dtype={self.scale_dtype!r}; needs {' or '.join(FLOATS)}, or None")
 
     @abc.abstractmethod
     def _quantised(self, weight: np.ndarray, scale: np.ndarray) -> np.ndarray:
@@ -72,8 +77,8 @@ class _Rows(Scheme):
 
     @property
     def format(self) -> Format:
-        """Raises ValueError: no format of this library has one scale per row."""
-        raise ValueError(self._not_loadable("format"))
+        """Raises ValueError: no format of this library quantises by rows."""
+        raise ValueError(f"{self.name}.format: no format of this library quantises by rows; use `compress`")
 
     @property
     def has_tensor_scale(self) -> bool:
@@ -93,27 +98,13 @@ class _Rows(Scheme):
     def output_specs(self, shape: Sequence[int], dtype: Any = "bfloat16") -> dict[str, Spec]:
         """See `Scheme`. Scales have the weight's dtype."""
         n, k = shape
-        specs: dict[str, Spec] = {"weight": (self.codes, (n, k)), "weight_scale": (as_dtype(dtype).name, (n, 1))}
+        scales = self._scale_dtype(dtype).name, (n, 1)
+        specs: dict[str, Spec] = {"weight": (self.codes, (n, k)), "weight_scale": scales}
         return specs if self.activations == "dynamic" else {**specs, "input_scale": ("float32", (1,))}
 
-    def load(self, tensors: Tensors, dtype: Any = "bfloat16") -> QuantizedArray:
-        """Raises ValueError: no format of this library has one scale per row."""
-        self._checked(tensors, "load")
-        raise ValueError(self._not_loadable("load"))
-
-    def store(self, q: QuantizedArray) -> dict[str, np.ndarray]:
-        """Raises ValueError: no format of this library has one scale per row."""
-        raise ValueError(self._not_loadable("store"))
-
-    def holds(self, q: QuantizedArray) -> bool:
-        """See `Scheme`: never."""
-        return False
-
-    def _not_loadable(self, verb: str) -> str:
-        return (
-            f"{self.name}.{verb}: no format of this library has one scale per row; run `jaxlowprec dequantize`, load "
-            f"the result and quantise it, for example to {self.instead}"
-        )
+    def _scale_dtype(self, dtype: Any) -> np.dtype:
+        """The dtype of the scales of a weight of this dtype."""
+        return as_dtype(self.scale_dtype or dtype)
 
     def _compress(self, weight: np.ndarray, amax: float | None) -> dict[str, np.ndarray]:
         if amax is not None:
@@ -121,18 +112,21 @@ class _Rows(Scheme):
         if not all_finite(weight):
             raise ValueError(f"{self.name}.compress: the weight holds NaN or infinity, which no scale can hold")
         n, k = weight.shape
-        scale = np.empty((n, 1), weight.dtype)
+        dtype = self._scale_dtype(weight.dtype)
+        scale = np.empty((n, 1), dtype)
         codes = np.empty((n, k), as_dtype(self.codes))
         step = max(1, _AT_ONCE // k)
         for begin in range(0, n, step):
             rows = slice(begin, begin + step)
             part = weight[rows].astype(np.float32)
             largest = np.abs(part).max(axis=1, keepdims=True)
-            found = (largest / np.float32(self._half_range)).astype(weight.dtype)
-            found[found == 0] = ml_dtypes.finfo(weight.dtype).eps
+            found = (largest / np.float32(self._half_range)).astype(dtype)
+            found[found == 0] = ml_dtypes.finfo(dtype).eps
             scale[rows] = found
             codes[rows] = self._quantised(part, found.astype(np.float32))
-        made = {"weight": codes, "weight_scale": scale}
+        return self._with_input_scale({"weight": codes, "weight_scale": scale})
+
+    def _with_input_scale(self, made: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         if self.activations == "static":
             made["input_scale"] = np.full((1,), self.input_scale, np.float32)
         return made
@@ -145,21 +139,22 @@ class _Rows(Scheme):
         values *= tensors["weight_scale"].astype(np.float32)
         return values.astype(dtype, copy=False)
 
-    def _read(self, tensors: Tensors, shape: tuple[int, int], dtype: np.dtype) -> QuantizedArray:
-        raise ValueError(self._not_loadable("load"))
-
-    def _write(self, q: QuantizedArray) -> dict[str, np.ndarray]:
-        raise ValueError(self._not_loadable("store"))
-
 
 @dataclasses.dataclass(frozen=True)
 class Float8Rows(_Rows):
-    """Compressed-tensors "float-quantized" with one scale per row ("channel")."""
+    """Compressed-tensors "float-quantized" with one scale per row ("channel").
+
+    `load` gives Float8Block arrays in blocks of 1x128 that all have the scale of their row; `store` takes such arrays.
+    """
 
     name: ClassVar[str] = "fp8_channel"
     input_range: ClassVar[float | None] = 448.0
     codes: ClassVar[str] = "float8_e4m3fn"
-    instead: ClassVar[str] = "Float8Block(block=(128, 128)), scheme fp8_block"
+
+    @property
+    def held(self) -> Format:
+        """Float8Block E4M3 in blocks of 1x128."""
+        return Float8Block(power_of_two=False)
 
     @property
     def _half_range(self) -> float:
@@ -177,16 +172,44 @@ class Float8Rows(_Rows):
     def _numbers(self, codes: np.ndarray) -> np.ndarray:
         return E4M3[codes.view(np.uint8)]
 
+    def _read(self, tensors: Tensors, shape: tuple[int, int], dtype: np.dtype) -> QuantizedArray:
+        scale = np.repeat(tensors["weight_scale"].astype(np.float32), -(-shape[1] // self.held.length), axis=1)
+        data = jnp.asarray(tensors["weight"])
+        return QuantizedArray(data, jnp.asarray(scale), None, None, self.held, shape, dtype, -1, None)
+
+    def _write(self, q: QuantizedArray) -> dict[str, np.ndarray]:
+        scale = np.asarray(q.scale)
+        if (scale != scale[:, :1]).any():
+            raise ValueError(
+                f"{self.name}.store: blocks of one row of q have different scales, and the file has one for the row; "
+                "decode q and use `compress`"
+            )
+        dtype = self._scale_dtype(q.dtype)
+        stored = scale[:, :1].astype(dtype)
+        if not np.array_equal(stored.astype(np.float32), scale[:, :1]):
+            raise ValueError(
+                f"{self.name}.store: scales of q are not {dtype.name} numbers; give the scheme scale_dtype='float32'"
+            )
+        return self._with_input_scale({"weight": np.asarray(q.data), "weight_scale": stored})
+
 
 @dataclasses.dataclass(frozen=True)
 class Int8Rows(_Rows):
-    """Compressed-tensors "int-quantized": 8-bit integers with one scale per row ("channel")."""
+    """Compressed-tensors "int-quantized": 8-bit integers with one scale per row ("channel").
+
+    No element of this library's formats holds all integers from -128 to 127, so such weights are compressed and
+    decompressed, and not loaded.
+    """
 
     name: ClassVar[str] = "int8_channel"
     optional: ClassVar[tuple[str, ...]] = ("input_scale", "input_zero_point")
     input_range: ClassVar[float | None] = 127.5
     codes: ClassVar[str] = "int8"
-    instead: ClassVar[str] = "Int4() or MXFP8(), schemes w4a16 and mxfp8"
+
+    @property
+    def held(self) -> Format:
+        """Raises ValueError: no format of this library has codes of 8-bit integers."""
+        raise ValueError(self._not_loadable("held"))
 
     @property
     def _half_range(self) -> float:
@@ -204,3 +227,23 @@ class Int8Rows(_Rows):
 
     def _numbers(self, codes: np.ndarray) -> np.ndarray:
         return codes.astype(np.float32)
+
+    def store(self, q: QuantizedArray) -> dict[str, np.ndarray]:
+        """Raises ValueError, as `held`."""
+        raise ValueError(self._not_loadable("store"))
+
+    def holds(self, q: QuantizedArray) -> bool:
+        """See `Scheme`: never."""
+        return False
+
+    def _read(self, tensors: Tensors, shape: tuple[int, int], dtype: np.dtype) -> QuantizedArray:
+        raise ValueError(self._not_loadable("load"))
+
+    def _write(self, q: QuantizedArray) -> dict[str, np.ndarray]:
+        raise ValueError(self._not_loadable("store"))
+
+    def _not_loadable(self, verb: str) -> str:
+        return (
+            f"{self.name}.{verb}: no format of this library has codes of 8-bit integers; run `jaxlowprec dequantize`, "
+            "load the result and quantise it, for example to Int4() or MXFP8(), schemes w4a16 and mxfp8"
+        )

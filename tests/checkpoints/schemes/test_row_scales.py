@@ -1,0 +1,95 @@
+"""Eight bits with one scale per row: FP8 loads as blocks that all have the row's scale, INT8 does not load."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxlowprec as jlp
+from jaxlowprec.checkpoints import schemes
+from jaxlowprec.checkpoints.schemes.mixed import ConfigGroup, Mixed
+from tests.checkpoints.weights import FLOATS, assert_same_tensors, weight
+from tests.helpers import as_bytes
+
+FLOAT8, INT8 = schemes.by_name("fp8_channel"), schemes.by_name("int8_channel")
+SHAPES = ((16, 256), (9, 200), (8, 40))
+over_activations = pytest.mark.parametrize("activations", ["dynamic", "static"])
+
+
+@over_activations
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_store_is_the_inverse_of_load(dtype, activations):
+    scheme = dataclasses.replace(FLOAT8, activations=activations, input_scale=0.25)
+    for shape in SHAPES:
+        tensors = scheme.compress(weight(shape, dtype))
+        loaded = scheme.load(tensors, dtype)
+        assert (loaded.shape, loaded.axis) == (shape, -1)
+        assert loaded.format == jlp.Float8Block(power_of_two=False)
+        assert_same_tensors(scheme.store(loaded), tensors)
+        in_float32 = scheme.load(tensors, "float32")  # as a model with float32 parameters loads it
+        assert_same_tensors(dataclasses.replace(scheme, scale_dtype=dtype).store(in_float32), tensors)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_the_array_is_the_weight_and_so_are_its_products(dtype):
+    for shape in SHAPES:
+        tensors = FLOAT8.compress(weight(shape, dtype))
+        loaded, decoded = FLOAT8.load(tensors, dtype), FLOAT8.decompress(tensors, dtype)
+        np.testing.assert_array_equal(as_bytes(loaded.dequantize()), as_bytes(decoded))
+        x = jnp.asarray(weight((5, shape[1]), "float32", seed=1))
+        whole = FLOAT8.decompress(tensors, "float32").astype(np.float64)
+        product = jlp.scaled_matmul(x, loaded, out_dtype=jnp.float32)
+        np.testing.assert_allclose(product, np.asarray(x, np.float64) @ whole.T, rtol=1e-5, atol=1e-5)
+
+
+def test_scales_of_a_given_dtype():
+    w = weight((16, 256))
+    scheme = schemes.by_name("fp8_channel", scale_dtype="float32")
+    tensors = scheme.compress(w)
+    assert (
+        scheme.output_specs(w.shape)["weight_scale"]
+        == ("float32", (16, 1))
+        == (
+            tensors["weight_scale"].dtype.name,
+            tensors["weight_scale"].shape,
+        )
+    )
+    assert FLOAT8.as_stored({"weight": "float8_e4m3fn", "weight_scale": "float32"}) == scheme
+    with pytest.raises(ValueError, match="scales of q are not bfloat16 numbers; give the scheme scale_dtype='float32'"):
+        FLOAT8.store(scheme.load(tensors, "bfloat16"))
+    with pytest.raises(ValueError, match="fp8_channel: scale_dtype='int8'; needs bfloat16 or float16 or float32, or"):
+        schemes.by_name("fp8_channel", scale_dtype="int8")
+
+
+def test_blocks_of_their_own_are_not_rows():
+    q = jlp.quantize(jnp.asarray(weight((16, 256), "float32")), jlp.Float8Block(power_of_two=False))
+    with pytest.raises(ValueError, match="blocks of one row of q have different scales.*use `compress`"):
+        FLOAT8.store(q)
+    tiles = jlp.quantize(jnp.zeros((128, 256)), jlp.Float8Block(block=(128, 128)))
+    with pytest.raises(ValueError, match="q has format Float8Block.*needs Float8Block"):
+        FLOAT8.store(tiles)
+
+
+@over_activations
+def test_no_format_has_codes_of_8_bit_integers(activations):
+    scheme = dataclasses.replace(INT8, activations=activations)
+    tensors = scheme.compress(weight((16, 256)))
+    with pytest.raises(ValueError, match=r"int8_channel.load: no format of this library has codes of 8-bit integers"):
+        scheme.load(tensors)
+    q = FLOAT8.load(FLOAT8.compress(weight((16, 256))))
+    with pytest.raises(ValueError, match="int8_channel.store: .*run `jaxlowprec dequantize`.*Int4.*MXFP8"):
+        scheme.store(q)
+    assert not scheme.holds(q)
+
+
+@pytest.mark.parametrize("scheme", [FLOAT8, INT8], ids=["fp8_channel", "int8_channel"])
+def test_nothing_quantises_by_rows_but_compress(scheme):
+    with pytest.raises(ValueError, match=f"{scheme.name}.format: no format of this library quantises by rows"):
+        _ = scheme.format
+
+
+def test_among_several_formats():
+    mixed = Mixed((ConfigGroup(("a",), schemes.by_name("fp8_block")), ConfigGroup(("b",), FLOAT8)))
+    tensors = FLOAT8.compress(weight((16, 256)))
+    assert_same_tensors(mixed.store(mixed.load(tensors)), tensors)
