@@ -136,7 +136,7 @@ def _cuda() -> dict[str, Any]:
         "architectures": [] if absent else module.cuda_architectures.split(),  # type: ignore[union-attr]
         "compute_capability": capability,
         "cublaslt": _cublaslt(),
-        "verified_on": list(VERIFIED_ON_GPUS),
+        "verified_on": list(VERIFIED_ON_GPUS.values()),
     }
 
 
@@ -150,7 +150,7 @@ def _runs(operation: _Operation, platform: str) -> dict[str, str]:
         if len(ways) > 1:
             why = "; ".join(f"{type(formats[0]).__name__}: {way.why}" for formats, way in ways.items())
             why += "" if native.compute_capability() else " (on the newest GPUs)"
-        why += "" if VERIFIED_ON_GPUS else "; never verified on a GPU"
+        why += "" if capability in VERIFIED_ON_GPUS else f"; never verified on a GPU of compute capability {capability}"
     return {"runs": first.how, "why": why}
 
 
