@@ -57,8 +57,8 @@ NEEDS = (
     Need("int4_decode_columns<2, .*>", read_share=0.5 / 4.5, dynamic_shared=24 * 1024),
     Need("int4_(decode_)?any<.*>", exempt="for groups of odd sizes and for padded lines: an element at a time"),
     # Weights of 16 columns a warp in registers; x comes from the L2 cache, through shared memory.
-    Need("matmul_decode_kernel<., 2, 1, .*>", in_loop=True, dynamic_shared=42 * 1024),
-    Need("matmul_decode_kernel<., 4, 2, .*>", in_loop=True, dynamic_shared=99 * 1024),
+    Need("matmul_decode_kernel<., 1, .*>", in_loop=True, dynamic_shared=32 * 1024),
+    Need("matmul_decode_kernel<., 2, .*>", in_loop=True, dynamic_shared=64 * 1024),
     Need(
         "(matmul_decode_sum|moments_sum|sums_sum|add_parts)_kernel",
         exempt="sums that the kernel before it wrote: in the L2 cache",

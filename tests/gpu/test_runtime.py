@@ -91,7 +91,7 @@ def on_stream(number, *args):
     if jax.__version_info__ < (0, 11):
         with compute_on(stream):
             return jax.jit(function)(*args)
-    # In JAX 0.11.2 XLA finds no stream for a function that is jitted within, and ends the process over one with constants.
+    # In JAX 0.11.2 XLA finds no stream for a function that is jitted within, and ends the process over constants.
     return compute_on(function, compute_type=stream, out_memory_spaces=jax.memory.Space.Device)(*args)
 
 

@@ -278,8 +278,14 @@ JLP_DEVICE void store_sums(const MatmulDecodeArguments& a, const float (&sums)[k
     }
 }
 
+#if __CUDA_ARCH__ >= 900
+constexpr int kDecodeBlocks = 2;  // of a multiprocessor
+#else
+constexpr int kDecodeBlocks = 1;  // two would spill registers
+#endif
+
 template <WeightType kWeight, int kColumnTiles, bool kWhole>
-static __global__ void __launch_bounds__(kDecodeWarps * 32, 2)
+static __global__ void __launch_bounds__(kDecodeWarps * 32, kColumnTiles == 1 ? 2 : kDecodeBlocks)
     matmul_decode_kernel(const __grid_constant__ MatmulDecodeArguments a) {
   using Shared = MatmulDecodeShared<kColumnTiles>;
   Shared& shared = block_shared<Shared>();
