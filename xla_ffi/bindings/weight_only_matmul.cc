@@ -21,7 +21,8 @@ ffi::Error weight_only_matmul(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBu
   return result->element_count() == 0 ? ffi::Error::Success() : run_on(pool, "weight_only_matmul", p);
 }
 
-/// x; then each weight [N, K] as data and scale and, where its format has them, amax or zero points, and its bias where given
+/// x; then each weight [N, K] as data and scale and, where its format has them, amax or zero points, and its bias where
+/// given
 /// -> a result of each. The products are one list of chunks: short ones share a start.
 ffi::Error weight_only_matmuls(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::RemainingArgs args, ffi::RemainingRets results,
                                ffi::Dictionary format, bool asymmetric, bool bias) {
