@@ -9,6 +9,7 @@ share.
 
 from __future__ import annotations
 
+import copy
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -52,22 +53,19 @@ class ShardingRule:
         reductions: factors summed (or otherwise combined) away: results on split operands need a collective. A result
             that has such a factor is not combined over it, but stays split.
         whole: further factors that are never split.
-        alike: factors of any sizes, no two of them in one array, that are split by the same mesh axes.
         sizes: factors of fixed size.
+
+    Attributes:
+        alike: see `with_alike`.
     """
 
-    def __init__(
-        self,
-        text: str,
-        reductions: Sequence[str] = (),
-        whole: Sequence[str] = (),
-        alike: Sequence[str] = (),
-        **sizes: int,
-    ):
+    alike: tuple[str, ...] = ()
+
+    def __init__(self, text: str, reductions: Sequence[str] = (), whole: Sequence[str] = (), **sizes: int):
         def side(part: str) -> list[list[str]]:
             return [re.findall(r"\.\.\.|\([^)]*\)|\w+", operand) for operand in part.split(",")]
 
-        self.text, self.reductions, self.alike, self.sizes = text, tuple(reductions), tuple(alike), sizes
+        self.text, self.reductions, self.sizes = text, tuple(reductions), sizes
         self.whole = {*sizes, *whole}
         self.operands, self.results = (side(part) for part in text.split("->"))
 
@@ -75,9 +73,14 @@ class ShardingRule:
         """The rule with one more operand, the last. `whole`: its factors that are never split."""
         operands, results = self.text.split("->")
         further = (*(self.whole - {*self.sizes}), *whole)
-        return ShardingRule(
-            f"{operands.rstrip()}, {text} ->{results}", self.reductions, further, self.alike, **self.sizes
-        )
+        rule = ShardingRule(f"{operands.rstrip()}, {text} ->{results}", self.reductions, further, **self.sizes)
+        return rule.with_alike(self.alike)
+
+    def with_alike(self, factors: Sequence[str]) -> ShardingRule:
+        """The rule whose factors of these names, of any sizes and no two in one array, are split by the same axes."""
+        rule = copy.copy(self)
+        rule.alike = tuple(factors)
+        return rule
 
     def dims(self, tokens: list[str], ndim: int) -> list[tuple[str, int]]:
         """For each dimension, the factor that may be split and the product of the others."""

@@ -35,7 +35,7 @@ const Kernels* bf16_kernels() {
 
 /// Whether a dot product of AVX512_BF16 takes longer than the two multiply-adds that it replaces, and so GEMMs with it take
 /// longer than AVX-512's. Intel's Emerald Rapids starts one in two cycles, in which it does four multiply-adds; GEMMs of
-/// 8-bit codes take it 1.6 to 2.1 times as long. AMD's Zen 4 and 5 start one in each cycle.
+/// 8-bit codes take it 1.6 to 2.1 times as long. AMD's Zen 5 starts two in each cycle.
 bool bf16_dot_is_slow() { return __builtin_cpu_is("intel"); }
 
 std::vector<const Kernels*> available() {

@@ -139,8 +139,8 @@ def _by_loaded(who: str, x: jax.Array, layers: Sequence[Layer], out_sharding: An
     if alone_in_any_case(layers) or out_sharding is not None or sharding_of(x):
         return None
     checked = [layer.checked(who, x) for layer in layers]
-    loaded = [(call.loaded(w), bias) for w, bias, call in checked]
-    if len({call.precision for *_, call in checked}) > 1 or any(q is None for q, _ in loaded):
+    loaded = [(q, bias) for w, bias, call in checked if (q := call.loaded(w)) is not None]
+    if len({call.precision for *_, call in checked}) > 1 or len(loaded) < len(layers):
         return None
     tokens, rows_split = tokens_of(x, [(call, w) for w, _, call in checked])
     with in_profiles(joined([layer.name for layer in layers])):

@@ -13,8 +13,8 @@ from jaxlowprec.models.decoder.config import DecoderConfig
 EIGHT_BITS = {"float8_e4m3fn": 448.0, "int8": 127.0}
 """The 8-bit types of a cache, and the largest number that a row is scaled to."""
 KEPT_AS = {"bfloat16": "uint16", "float8_e4m3fn": "uint8"}
-"""The types whose bits a cache keeps as integers. XLA's CPU compiler updates an array of small floats in a wider type and
-so copies all of it for each token; it updates integers in place."""
+"""The types whose bits a cache keeps as integers. XLA's CPU compiler updates an array of small floats in a wider type,
+and so copies all of it for each token; it updates integers in place."""
 UNROLLED = 8
 """The largest batch whose updates are compiled one by one."""
 
@@ -160,7 +160,8 @@ class Cache:
             shapes = [(batch, heads, rows, features) for heads, features in config.cached]
             codes = [jnp.zeros(shape, kept or dtype) for shape in shapes]
             scales = [jnp.zeros(shape[:-1], jnp.float32) if small else None for shape in shapes]
-            return (RingCache if ring else LayerCache)(*codes, *scales, dtype.name if kept else None)
+            kind: Any = RingCache if ring else LayerCache
+            return kind(*codes, *scales, dtype=dtype.name if kept else None)
 
         return cls(tuple(layer(window) for window in config.windows), jnp.zeros(batch, jnp.int32), places)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -110,8 +111,8 @@ def _rule(spec: WeightOnlySpec) -> wiring.ShardingRule:
 
 def _named(spec: WeightOnlySpec, data, scale, *rest):
     """data, scale, amax, zero points, the last two None where the format has none."""
-    rest = list(rest)
-    return data, scale, rest.pop(0) if spec.two_level else None, rest.pop(0) if spec.format.has_zero_point else None
+    left = list(rest)
+    return data, scale, left.pop(0) if spec.two_level else None, left.pop(0) if spec.format.has_zero_point else None
 
 
 def by_reference(spec: WeightOnlySpec, x, *operands) -> list[jax.Array]:
@@ -133,7 +134,7 @@ def by_cuda(spec: WeightOnlySpec, implementation: Implementation, x, *operands) 
             f'scaled_matmul: implementation="ffi": {problem}; with implementation=None XLA multiplies by the '
             "decoded weight"
         )
-    multiply = cuda.decoded_matmul if problem else cuda.matmul
+    multiply: Any = cuda.decoded_matmul if problem else cuda.matmul
     return multiply(spec, x, *_named(spec, *weight), extras)
 
 

@@ -33,15 +33,17 @@ def _rule(spec: WeightOnlySpec, count: int) -> wiring.ShardingRule:
     text = f"{', '.join([f'... m {weights[0].k}', *operands])} -> {', '.join(f'... m {w.n}' for w in weights)}"
     whole = dict.fromkeys(factor for w in weights for factor in w.whole)
     reductions = ("k",) if weights[0].depth_splits else ()
-    return wiring.ShardingRule(text, reductions=reductions, whole=[*whole], alike=columns, **weights[0].sizes)
+    rule = wiring.ShardingRule(text, reductions=reductions, whole=[*whole], **weights[0].sizes)
+    return rule.with_alike(columns)
 
 
 @functools.cache
 def weight_only_together_op(spec: WeightOnlySpec, count: int, implementation: Implementation):
-    """x [..., M, K]; then `count` times a weight as data [N, bytes], scale and, where its format has them, amax and zero
-    points, and its bias [N] where the epilogue has one -> a [..., M, N] of each weight.
+    """x [..., M, K]; then `count` times a weight as data [N, bytes], scale and, where its format has them, amax and
+    zero points, and its bias [N] where the epilogue has one -> a [..., M, N] of each weight.
 
-    The bytes are those of `weight_only_op` with each of them. `spec`: shared, and of the epilogue's operands only a bias.
+    The bytes are those of `weight_only_op` with each of them. `spec` says that weights are shared, and its epilogue
+    takes no operand but a bias.
     """
     alone, each = weight_only_op(spec, implementation), spec.weights + spec.epilogue.bias
 
