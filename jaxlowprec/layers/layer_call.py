@@ -95,6 +95,12 @@ class LayerCall:
         loaded = w is None and self.quantized is not None and self.quantized.weight_only
         return self.calibrates or (self.recipe is None and not loaded)
 
+    def loaded(self, w: Any) -> QuantizedArray | None:
+        """The weight if it was loaded quantised, for inputs in high precision; else None."""
+        if w is not None or self.recipe is not None or self.quantized is None or not self.quantized.weight_only:
+            return None
+        return self.quantized.columnwise
+
     def high_precision_weight(self, w: jax.Array | None) -> jax.Array:
         """The weight of a product in high precision."""
         if w is None or self.quantized is not None:

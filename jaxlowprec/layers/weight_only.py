@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -38,6 +39,7 @@ from jaxlowprec.ops.fake_quantize.api import fake_quantize
 from jaxlowprec.ops.quantize.api import quantize
 from jaxlowprec.ops.rounding import narrowed
 from jaxlowprec.ops.scaled_matmul.api import scaled_matmul
+from jaxlowprec.ops.weight_only_matmul.api import weight_only_matmuls
 from jaxlowprec.ops.weight_only_matmul.dgrad import weight_only_dgrad
 from jaxlowprec.recipes.roles import Recipe, Roles, StraightThrough
 from jaxlowprec.telemetry.probes import Probe
@@ -104,6 +106,25 @@ def matmul(
     shardings = sharding_of(x), sharding_of(w), sharding_of(bias)
     spec = _ProductSpec(served, jnp.dtype(out_dtype), shardings, out_sharding, rows_split, precision)
     return _matmul_jit(spec, *wiring.align_varying(x, w, bias, q), probe)
+
+
+def matmuls(
+    x: Float[Array, "*B T K"],
+    loaded: Sequence[tuple[QuantizedArray, Float[Array, "N"] | None]],
+    out_dtype: Any,
+    rows_split: bool,
+    precision: Any,
+) -> tuple[Float[Array, "*B T N"], ...]:
+    """`matmul` of x by several loaded weights [K, N], each with its bias or None: the same bytes and gradients.
+
+    Not in explicit mode.
+    """
+    specs = tuple(
+        _ProductSpec(served_by(q, None), jnp.dtype(out_dtype), (None, None, None), None, rows_split, precision)
+        for q, _ in loaded
+    )
+    x, weights, biases = wiring.align_varying(x, *(tuple(part) for part in zip(*loaded, strict=True)))
+    return _matmuls_jit(specs, (x,) * len(specs), weights, biases)
 
 
 def quantize_weight(
@@ -229,3 +250,32 @@ def _backward(spec: _ProductSpec, residuals, dy):
 
 _matmul.defvjp(_forward, _backward)
 _matmul_jit = jax.jit(_matmul, static_argnums=0)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _matmuls(specs: tuple[_ProductSpec, ...], xs, weights, biases):
+    """The products of one x, which is given for each: so autodiff adds up its gradients as those of separate calls."""
+    return _fprops(specs, xs, [named(q, CHECKPOINT_NAMES[1]) for q in weights], biases)
+
+
+def _fprops(specs: tuple[_ProductSpec, ...], xs, kept, biases):
+    with in_profiles("fprop"):
+        weights = [read(q).mT for q in kept]
+        return weight_only_matmuls("scaled_matmul", xs[0], weights, biases, specs[0].out_dtype)
+
+
+def _matmuls_forward(specs: tuple[_ProductSpec, ...], xs, weights, biases):
+    xs, biases = differentiated_once((xs, biases))
+    kept = [named(q, CHECKPOINT_NAMES[1]) for q in weights]
+    ys = tuple(product(y) for y in _fprops(specs, xs, kept, biases))
+    likes = [(dtype_marker(x), None, dtype_marker(bias)) for x, bias in zip(xs, biases, strict=True)]
+    return ys, [(None, q, None, like, None) for q, like in zip(kept, likes, strict=True)]
+
+
+def _matmuls_backward(specs: tuple[_ProductSpec, ...], residuals, dys):
+    found = [_backward(*own) for own in zip(specs, residuals, dys, strict=True)]
+    return tuple(dx for dx, *_ in found), (None,) * len(specs), tuple(dbias for _, _, dbias, *_ in found)
+
+
+_matmuls.defvjp(_matmuls_forward, _matmuls_backward)
+_matmuls_jit = jax.jit(_matmuls, static_argnums=0)

@@ -139,8 +139,8 @@ def define(
             one for each result.
         when_reduced: (add_up, *arrays) -> arrays, used instead of `reference` and `collective` when a reduction factor
             is split and combining the results is not enough; no result has that factor. `add_up` adds up an array laid
-            out as the first result. The sum may stay scattered; operands without a reduction factor are then split as
-            the results are.
+            out as a result. The sum may stay scattered if all results are laid out alike; operands without a reduction
+            factor are then split as the results are.
         when_split: (axes, *arrays) -> arrays, used instead of `reference` and `collective` when those mesh axes split a
             reduction factor: for results that have the factor, and depend on all of it.
         out_spec: in explicit mode, the wanted partition of the first result; followed as far as the rule allows.
@@ -217,7 +217,8 @@ def define(
         mesh = _refine(mesh)
         operands, wanted = ([_placed(mesh, value) for value in values] for values in (args, results))
         split = rule.split(mesh, operands, wanted, partial=True)
-        landed, scattered = rule.landed(mesh, split, wanted[0] if when_reduced else None)
+        alike = all(tokens == rule.results[0] for tokens in rule.results)
+        landed, scattered = rule.landed(mesh, split, wanted[0] if when_reduced and alike else None)
         reduced = tuple(axis for factor in rule.reductions for axis in split.get(factor, ()))
         where = [split if rule.is_reduced(tokens) else landed for tokens in rule.operands]
 

@@ -9,6 +9,7 @@ share.
 
 from __future__ import annotations
 
+import copy
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -53,7 +54,12 @@ class ShardingRule:
             that has such a factor is not combined over it, but stays split.
         whole: further factors that are never split.
         sizes: factors of fixed size.
+
+    Attributes:
+        alike: see `with_alike`.
     """
+
+    alike: tuple[str, ...] = ()
 
     def __init__(self, text: str, reductions: Sequence[str] = (), whole: Sequence[str] = (), **sizes: int):
         def side(part: str) -> list[list[str]]:
@@ -67,7 +73,14 @@ class ShardingRule:
         """The rule with one more operand, the last. `whole`: its factors that are never split."""
         operands, results = self.text.split("->")
         further = (*(self.whole - {*self.sizes}), *whole)
-        return ShardingRule(f"{operands.rstrip()}, {text} ->{results}", self.reductions, further, **self.sizes)
+        rule = ShardingRule(f"{operands.rstrip()}, {text} ->{results}", self.reductions, further, **self.sizes)
+        return rule.with_alike(self.alike)
+
+    def with_alike(self, factors: Sequence[str]) -> ShardingRule:
+        """The rule whose factors of these names, of any sizes and no two in one array, are split by the same axes."""
+        rule = copy.copy(self)
+        rule.alike = tuple(factors)
+        return rule
 
     def dims(self, tokens: list[str], ndim: int) -> list[tuple[str, int]]:
         """For each dimension, the factor that may be split and the product of the others."""
@@ -100,6 +113,8 @@ class ShardingRule:
             array.follow(owners)
         arrays = inputs + outputs
         sizes = {factor: size for array in reversed(arrays) for factor, size in array.sizes.items()}
+        for factor in self.alike[:1]:
+            sizes[factor] = math.gcd(*(array.sizes[factor] for array in arrays if factor in array.sizes))
         found: dict[str, tuple[str, ...]] = {}
         for axis in dict.fromkeys(axis for array in arrays for axis in array.held):
             for factor in self._candidates(axis, mesh, inputs, outputs):
@@ -107,7 +122,11 @@ class ShardingRule:
                 if sizes[factor] % math.prod(mesh.shape[a] for a in axes) == 0:
                     found[factor] = axes
                     break
-        return found
+        return found | {factor: found[self.alike[0]] for factor in self.alike if self.alike[0] in found}
+
+    def first_of(self, factor: str) -> str:
+        """The factor, or the first one that is split alike."""
+        return self.alike[0] if factor in self.alike else factor
 
     def _candidates(self, axis: str, mesh: Any, operands: list[_Factors], results: list[_Factors]) -> list[str]:
         """The factors that a mesh axis may split, the best one first."""
@@ -217,6 +236,7 @@ class _Factors:
                 continue
             while axes and size // rest % math.prod(mesh.shape[axis] for axis in axes):
                 axes = axes[:-1] if partial else ()
+            factor = rule.first_of(factor)
             self.held.update(dict.fromkeys(axes, factor))
             self.sizes[factor] = size // rest
 

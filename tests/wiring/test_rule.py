@@ -54,6 +54,28 @@ def test_the_first_operand_to_split_a_factor_decides(specs, expected):
     assert split(BLOCKS, ((16, 32), specs[0]), ((16,), specs[1])) == expected
 
 
+ALIKE = ShardingRule("m k, n k, p k -> m n, m p", reductions=("k",)).with_alike(["n", "p"])
+
+
+@pytest.mark.parametrize(
+    ("specs", "expected"),
+    [
+        ([P("a"), P("b"), P("b")], {"m": ("a",), "n": ("b",), "p": ("b",)}),
+        ([P("a"), P(), P("b")], {"m": ("a",), "n": ("b",), "p": ("b",)}),
+        ([P("a"), P("b"), P()], {"m": ("a",), "n": ("b",), "p": ("b",)}),
+        ([P(None, "a"), P(None, "a"), P(None, "a")], {"k": ("a",)}),
+        ([P(), P("a"), P("b")], {"n": ("a",), "p": ("a",)}),
+    ],
+)
+def test_factors_alike_are_split_by_the_same_axes(specs, expected):
+    assert split(ALIKE, ((8, 16), specs[0]), ((8, 16), specs[1]), ((12, 16), specs[2])) == expected
+
+
+def test_factors_alike_are_split_if_each_divides():
+    assert split(ALIKE, ((8, 16), P()), ((8, 16), P("b")), ((6, 16), P())) == {}
+    assert split(ALIKE, ((8, 16), P()), ((8, 16), P("a")), ((6, 16), P())) == {"n": ("a",), "p": ("a",)}
+
+
 @pytest.mark.parametrize(
     ("shape", "spec", "partial", "expected"),
     [

@@ -34,7 +34,8 @@
   each(grouped_quantize)       \
   each(grouped_matmul)         \
   each(grouped_wgrad)          \
-  each(grouped_weight_only)
+  each(grouped_weight_only)    \
+  each(weight_only_matmuls)
 // clang-format on
 
 namespace jaxlowprec {

@@ -21,6 +21,34 @@ ffi::Error weight_only_matmul(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBu
   return result->element_count() == 0 ? ffi::Error::Success() : run_on(pool, "weight_only_matmul", p);
 }
 
+/// x; then each weight [N, K] as data and scale and, where its format has them, amax or zero points, and its bias where
+/// given
+/// -> a result of each. The products are one list of chunks: short ones share a start.
+ffi::Error weight_only_matmuls(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::RemainingArgs args, ffi::RemainingRets results,
+                               ffi::Dictionary format, bool asymmetric, bool bias) {
+  std::vector<WeightOnlyProblem> problems;
+  size_t next = 0;
+  for (size_t i = 0; i < results.size(); ++i) {
+    auto result = results.get<ffi::AnyBuffer>(i);
+    if (result.has_error()) return result.error();
+    const auto data = args.get<ffi::AnyBuffer>(next++);
+    if (data.has_error()) return data.error();
+    const auto scale = args.get<ffi::AnyBuffer>(next++);
+    if (scale.has_error()) return scale.error();
+    WeightOnlyProblem p;
+    if (auto error = decode_weight_only(p, x, *data, *scale, args, next, **result, format, asymmetric); error.failure())
+      return error;
+    const bool empty = (*result)->element_count() == 0;
+    if (bias) JLP_REQUIRE((p.bias = floats(args, next++, p.batch * p.columns)) != nullptr || empty);
+    p.threads = pool.num_threads();
+    written(pool, **result);
+    if (!empty) problems.push_back(p);
+  }
+  JLP_REQUIRE(next == args.size());
+  run_all(pool, problems);
+  return ffi::Error::Success();
+}
+
 }  // namespace
 
 JLP_DEFINE_CPU_HANDLER(weight_only_matmul, weight_only_matmul,
@@ -35,5 +63,13 @@ JLP_DEFINE_CPU_HANDLER(weight_only_matmul, weight_only_matmul,
                            .Attr<std::string_view>("activation")
                            .Attr<bool>("bias")
                            .Attr<bool>("accumulate"));
+
+JLP_DEFINE_CPU_HANDLER(weight_only_matmuls, weight_only_matmuls,
+                       .Arg<ffi::AnyBuffer>()
+                           .RemainingArgs()
+                           .RemainingRets()
+                           .Attr<ffi::Dictionary>("format")
+                           .Attr<bool>("asymmetric")
+                           .Attr<bool>("bias"));
 
 }  // namespace jaxlowprec

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float
 from jaxlowprec import wiring
 from jaxlowprec.arguments import shown
 from jaxlowprec.arrays.quantized_array import QuantizedArray
-from jaxlowprec.layers import delayed_scaling
+from jaxlowprec.layers import delayed_scaling, weight_only
 from jaxlowprec.layers.layer_call import LayerCall, must_merge
 from jaxlowprec.layers.linear import checked_call, linear
 from jaxlowprec.layers.low_rank import LoRAKernel
@@ -28,7 +28,7 @@ from jaxlowprec.ops.quantize.keys import check_key
 from jaxlowprec.ops.split_rows import merged_rows
 from jaxlowprec.recipes.autocast import FROM_CONTEXT
 from jaxlowprec.recipes.roles import Recipe
-from jaxlowprec.wiring.out_sharding import resharded
+from jaxlowprec.wiring.out_sharding import resharded, sharding_of
 
 
 class Layer(NamedTuple):
@@ -124,8 +124,28 @@ def linears_of(
     if found is not None:
         return found
     x, total = x.alone() if isinstance(x, Norm) else (x, None)
+    ys = _by_loaded(who, x, layers, out_sharding)
+    if ys is not None:
+        return ys, total, tuple(layer.state for layer in layers)
     ys, states = zip(*[layer.alone(x, out_sharding) for layer in layers], strict=True)
     return ys, total, states
+
+
+def _by_loaded(who: str, x: jax.Array, layers: Sequence[Layer], out_sharding: Any) -> tuple[jax.Array, ...] | None:
+    """The products by weights that were all loaded quantised, as one call, whose bytes are those of separate ones.
+
+    None if they are something else, or in explicit mode.
+    """
+    if alone_in_any_case(layers) or out_sharding is not None or sharding_of(x):
+        return None
+    checked = [layer.checked(who, x) for layer in layers]
+    loaded = [(q, bias) for w, bias, call in checked if (q := call.loaded(w)) is not None]
+    if len({call.precision for *_, call in checked}) > 1 or len(loaded) < len(layers):
+        return None
+    tokens, rows_split = tokens_of(x, [(call, w) for w, _, call in checked])
+    with in_profiles(joined([layer.name for layer in layers])):
+        ys = weight_only.matmuls(tokens, loaded, x.dtype, rows_split, checked[0][2].precision)
+    return tuple(y.reshape(*x.shape[:-1], y.shape[-1]) for y in ys)
 
 
 def _shared(

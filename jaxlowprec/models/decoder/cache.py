@@ -12,6 +12,9 @@ from jaxlowprec.models.decoder.config import DecoderConfig
 
 EIGHT_BITS = {"float8_e4m3fn": 448.0, "int8": 127.0}
 """The 8-bit types of a cache, and the largest number that a row is scaled to."""
+KEPT_AS = {"bfloat16": "uint16", "float8_e4m3fn": "uint8"}
+"""The types whose bits a cache keeps as integers. XLA's CPU compiler updates an array of small floats in a wider type,
+and so copies all of it for each token; it updates integers in place."""
 UNROLLED = 8
 """The largest batch whose updates are compiled one by one."""
 
@@ -22,26 +25,40 @@ class LayerCache:
     """One layer's part: place s of sequence b is at [b, :, s].
 
     Attributes:
-        keys, values: [batch, key_heads, places, features], see `DecoderConfig.cached`.
+        keys, values: [batch, key_heads, places, features], see `DecoderConfig.cached`. Numbers of a type of `KEPT_AS`
+            are kept as such integers.
         key_scales, value_scales: of 8-bit types, float32 [batch, key_heads, places]: a row, which is one token's in one
             head, is its codes times its scale. None of others.
+        dtype: the name of the type whose bits the integers are; None: keys and values are numbers.
     """
 
     keys: jax.Array
     values: jax.Array
     key_scales: jax.Array | None = None
     value_scales: jax.Array | None = None
+    dtype: str | None = dataclasses.field(default=None, metadata={"static": True})
+
+    @property
+    def numbers(self) -> LayerCache:
+        """The same with keys and values as numbers."""
+        if self.dtype is None:
+            return self
+        keys, values = (jax.lax.bitcast_convert_type(kept, jnp.dtype(self.dtype)) for kept in (self.keys, self.values))
+        return dataclasses.replace(self, keys=keys, values=values, dtype=None)
 
     def written(self, k: jax.Array, v: jax.Array, starts: jax.Array | None) -> LayerCache:
         """The cache with k and v [batch, time, key_heads, head] at the places that begin at `starts` [batch], or 0."""
-        new = {}
+        new: dict[str, Any] = {}
         for name, rows in (("key", k), ("value", v)):
             rows, held = jnp.swapaxes(rows, 1, 2), getattr(self, f"{name}s")
-            if held.dtype.name in EIGHT_BITS:
-                rows, scales = in_8_bits(rows, held.dtype)
+            dtype = held.dtype if self.dtype is None else jnp.dtype(self.dtype)
+            if dtype.name in EIGHT_BITS:
+                rows, scales = in_8_bits(rows, dtype)
                 new[f"{name}_scales"] = _put(getattr(self, f"{name}_scales"), scales, starts)
-            new[f"{name}s"] = _put(held, rows.astype(held.dtype), starts)
-        return type(self)(**new)
+            rows = rows.astype(dtype)
+            bits = rows if self.dtype is None else jax.lax.bitcast_convert_type(rows, held.dtype)
+            new[f"{name}s"] = _put(held, bits, starts)
+        return dataclasses.replace(self, **new)
 
     def first(self, span: int) -> LayerCache:
         """The first so many places of each sequence."""
@@ -62,7 +79,7 @@ class LayerCache:
             negative one for a row without a token. None: row s is place s.
         """
         cache = self.written(k, v, starts)  # padding is overwritten before it is seen
-        return cache, cache if span is None else cache.first(span), None
+        return cache, (cache if span is None else cache.first(span)).numbers, None
 
 
 @jax.tree_util.register_dataclass
@@ -84,7 +101,7 @@ class RingCache(LayerCache):
         begin = jnp.zeros(batch, jnp.int32) if starts is None else starts
         if time == 1 and counts is None:
             ring = self.written(k, v, begin % rows)
-            return ring, ring, latest(begin, rows)
+            return ring, ring.numbers, latest(begin, rows)
         empty = jax.tree.map(lambda array: jnp.zeros((*array.shape[:2], time, *array.shape[3:]), array.dtype), self)
         new = empty.written(k, v, None)
         places = latest(begin + (time if counts is None else counts) - 1, rows)
@@ -96,10 +113,10 @@ class RingCache(LayerCache):
 
         ring = jax.tree.map(kept, self, new)
         if starts is None:
-            return ring, new, None
+            return ring, new.numbers, None
         seen = jax.tree.map(lambda old, fresh: jnp.concatenate([old, fresh], axis=2), self, new)
         fresh_places = begin[:, None] + jnp.arange(time, dtype=jnp.int32)
-        return ring, seen, jnp.concatenate([latest(begin - 1, rows), fresh_places], axis=1)
+        return ring, seen.numbers, jnp.concatenate([latest(begin - 1, rows), fresh_places], axis=1)
 
 
 def latest(last: jax.Array, rows: int) -> jax.Array:
@@ -135,15 +152,16 @@ class Cache:
             rings: whether layers with a window keep only as many places as it has.
         """
         dtype = jnp.dtype(dtype)
-        small = dtype.name in EIGHT_BITS
+        small, kept = dtype.name in EIGHT_BITS, KEPT_AS.get(dtype.name)
 
         def layer(window: int | None) -> LayerCache:
             ring = rings and window is not None and window < places
             rows = window if ring else places
             shapes = [(batch, heads, rows, features) for heads, features in config.cached]
-            codes = [jnp.zeros(shape, dtype) for shape in shapes]
+            codes = [jnp.zeros(shape, kept or dtype) for shape in shapes]
             scales = [jnp.zeros(shape[:-1], jnp.float32) if small else None for shape in shapes]
-            return (RingCache if ring else LayerCache)(*codes, *scales)
+            kind: Any = RingCache if ring else LayerCache
+            return kind(*codes, *scales, dtype=dtype.name if kept else None)
 
         return cls(tuple(layer(window) for window in config.windows), jnp.zeros(batch, jnp.int32), places)
 

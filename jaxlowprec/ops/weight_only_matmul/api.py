@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -14,6 +15,7 @@ from jaxlowprec.ops.epilogue import checked_epilogue
 from jaxlowprec.ops.implementation import Implementation, check_implementation
 from jaxlowprec.ops.no_derivative import no_derivative
 from jaxlowprec.ops.weight_only_matmul.op import WeightOnlySpec, weight_only_op
+from jaxlowprec.ops.weight_only_matmul.together import weight_only_together_op
 
 
 def weight_only_matmul(
@@ -22,6 +24,34 @@ def weight_only_matmul(
     """The results of `scaled_matmul` for a plain x [..., M, K] and q [..., N, K], or q [N, K] for all batch axes."""
     check_implementation(who, implementation)
     x = float_array(who, "a", x)
+    spec, weight, extras = _prepared(who, x, q, epilogue_options)
+    x, extras = _without_derivative((x, extras))
+    return _multiply((x, *weight, *extras), spec, implementation)
+
+
+def weight_only_matmuls(
+    who: str, x: Any, weights: Sequence[QuantizedArray], biases: Sequence[jax.Array | None], out_dtype: Any
+) -> tuple[jax.Array, ...]:
+    """`weight_only_matmul` of x [..., M, K] by each q [N, K] with its bias [N] or None, with the same bytes.
+
+    Weights of one format that all have biases, or none of which has one, are one call on CPUs.
+    """
+    x = float_array(who, "a", x)
+    options = [{"bias": bias, "out_dtype": out_dtype, "out_sharding": None} for bias in biases]
+    specs, arrays, extras = zip(
+        *[_prepared(who, x, q, own) for q, own in zip(weights, options, strict=True)], strict=True
+    )
+    x, extras = _without_derivative((x, extras))
+    own = [(*weight, *of_epilogue) for weight, of_epilogue in zip(arrays, extras, strict=True)]
+    if len(set(specs)) == 1 and specs[0].shared:
+        return _multiply_together((x, *[leaf for leaves in own for leaf in leaves]), specs[0], len(specs))
+    return tuple(_multiply((x, *leaves), spec, None)[0] for leaves, spec in zip(own, specs, strict=True))
+
+
+def _prepared(
+    who: str, x: jax.Array, q: QuantizedArray, epilogue_options: dict[str, Any]
+) -> tuple[WeightOnlySpec, list[jax.Array], list[jax.Array]]:
+    """The checked op, the weight's arrays, and the epilogue's operands."""
     _check_operands(who, x, q)
     shared, rows = q.ndim == 2, x.shape[:-1]
     columns, depth = q.matrix_shape
@@ -38,14 +68,17 @@ def weight_only_matmul(
         shared,
         epilogue,
     )
-    weight = [leaf for leaf in (q.data, q.scale, q.amax, q.zero_point) if leaf is not None]
-    x, extras = _without_derivative((x, extras))
-    return _multiply((x, *weight, *extras), spec, implementation)
+    return spec, [leaf for leaf in (q.data, q.scale, q.amax, q.zero_point) if leaf is not None], extras
 
 
 @functools.partial(jax.jit, static_argnames=("spec", "implementation"))
 def _multiply(operands: tuple[jax.Array, ...], spec: WeightOnlySpec, implementation: Implementation) -> list[jax.Array]:
     return list(weight_only_op(spec, implementation)(*operands))
+
+
+@functools.partial(jax.jit, static_argnames=("spec", "count"))
+def _multiply_together(operands: tuple[jax.Array, ...], spec: WeightOnlySpec, count: int) -> tuple[jax.Array, ...]:
+    return weight_only_together_op(spec, count, None)(*operands)
 
 
 _without_derivative = no_derivative(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -65,15 +66,20 @@ class WeightFactors:
     depth_splits: bool
 
 
-def weight_factors(fmt: Format, ragged_columns: bool, ragged_depth: bool, batch: str) -> WeightFactors:
-    """N splits (into whole tiles, if there are tiles), K into whole blocks; `batch` is "..." or ""."""
+def weight_factors(
+    fmt: Format, ragged_columns: bool, ragged_depth: bool, batch: str, columns: str = "n"
+) -> WeightFactors:
+    """N splits (into whole tiles, if there are tiles), K into whole blocks; `batch` is "..." or "".
+
+    `columns`: the name of N's factor.
+    """
     whole: list[str] = []
-    n = scale_n = "n"
+    n = scale_n = columns
     if fmt.tiles and ragged_columns:
-        scale_n = "nblocks"
+        scale_n = f"{columns}blocks"
         whole += [n, scale_n]
     elif fmt.tiles:
-        n = "(n b)"
+        n = f"({columns} b)"
     if fmt.scaling == "tensor":
         k, operands = "k", [f"{batch} {n} k", batch]
     elif ragged_depth:
@@ -103,6 +109,35 @@ def _rule(spec: WeightOnlySpec) -> wiring.ShardingRule:
     return wiring.ShardingRule(text, reductions=reductions, whole=weight.whole, **weight.sizes)
 
 
+def _named(spec: WeightOnlySpec, data, scale, *rest):
+    """data, scale, amax, zero points, the last two None where the format has none."""
+    left = list(rest)
+    return data, scale, left.pop(0) if spec.two_level else None, left.pop(0) if spec.format.has_zero_point else None
+
+
+def by_reference(spec: WeightOnlySpec, x, *operands) -> list[jax.Array]:
+    """The op in pure JAX."""
+    data, scale, amax, zero_point = _named(spec, *operands[: spec.weights])
+    sums = reference.products(x, reference.decoded(data, scale, zero_point, spec.format))
+    sums = reference.apply_alpha(sums, reference.alpha(scale, amax, spec.format))
+    return spec.epilogue.finish(sums, operands[spec.weights :])
+
+
+def by_cuda(spec: WeightOnlySpec, implementation: Implementation, x, *operands) -> list[jax.Array]:
+    """The op on NVIDIA GPUs."""
+    weight, extras = operands[: spec.weights], operands[spec.weights :]
+    if 0 in (*x.shape, *weight[0].shape):
+        return by_reference(spec, x, *operands)  # nothing to multiply
+    problem = cuda.why_not(spec, x, weight[1])
+    if problem and implementation == "ffi":
+        raise NotImplementedError(
+            f'scaled_matmul: implementation="ffi": {problem}; with implementation=None XLA multiplies by the '
+            "decoded weight"
+        )
+    multiply: Any = cuda.decoded_matmul if problem else cuda.matmul
+    return multiply(spec, x, *_named(spec, *weight), extras)
+
+
 @functools.cache
 def weight_only_op(spec: WeightOnlySpec, implementation: Implementation):
     """x [..., M, K]; the weight as data [..., N, bytes], scale and, where its format has them, amax [...] and zero
@@ -114,17 +149,6 @@ def weight_only_op(spec: WeightOnlySpec, implementation: Implementation):
 
     def outputs(x, data, *_):
         return spec.epilogue.outputs((*x.shape[:-1], data.shape[-2]))
-
-    def named(data, scale, *rest):
-        """data, scale, amax, zero points, the last two None where the format has none."""
-        rest = list(rest)
-        return data, scale, rest.pop(0) if spec.two_level else None, rest.pop(0) if spec.format.has_zero_point else None
-
-    def run_reference(x, *operands):
-        data, scale, amax, zero_point = named(*operands[: spec.weights])
-        sums = reference.products(x, reference.decoded(data, scale, zero_point, spec.format))
-        sums = reference.apply_alpha(sums, reference.alpha(scale, amax, spec.format))
-        return spec.epilogue.finish(sums, operands[spec.weights :])
 
     def run_native(x, *operands):
         """With a shared weight the batch axes of x are rows."""
@@ -142,19 +166,6 @@ def weight_only_op(spec: WeightOnlySpec, implementation: Implementation):
         out = call(x, *weight, *extras, **attributes, **spec.epilogue.attributes)
         return [y.reshape(*lead, y.shape[-1]) for y in out]
 
-    def run_cuda(x, *operands):
-        weight, extras = operands[: spec.weights], operands[spec.weights :]
-        if 0 in (*x.shape, *weight[0].shape):
-            return run_reference(x, *operands)  # nothing to multiply
-        problem = cuda.why_not(spec, x, weight[1])
-        if problem and implementation == "ffi":
-            raise NotImplementedError(
-                f'scaled_matmul: implementation="ffi": {problem}; with implementation=None XLA multiplies by the '
-                "decoded weight"
-            )
-        multiply = cuda.decoded_matmul if problem else cuda.matmul
-        return multiply(spec, x, *named(*weight), extras)
-
     def when_reduced(add_up, *operands):
         """If K is split, partial sums (scales applied) are added up in float32 before the rest of the epilogue."""
         plain = dataclasses.replace(spec, epilogue=spec.epilogue.sums_only)
@@ -165,8 +176,8 @@ def weight_only_op(spec: WeightOnlySpec, implementation: Implementation):
         "jaxlowprec_weight_only_matmul",
         rule=_rule(spec),
         outputs=outputs,
-        reference=run_reference,
-        native={"cpu": run_native, "cuda": run_cuda},
+        reference=functools.partial(by_reference, spec),
+        native={"cpu": run_native, "cuda": functools.partial(by_cuda, spec, implementation)},
         when_reduced=when_reduced,
         out_spec=spec.epilogue.out_spec,
         **choose("scaled_matmul", implementation),

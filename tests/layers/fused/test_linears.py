@@ -179,6 +179,27 @@ class TestQuantisedKernels:
                 jlp.linears(x, mixed, biases, recipe), separate_linears(x, mixed, biases=biases, recipe=recipe)
             )
 
+    @pytest.mark.parametrize("fmt", [jlp.Int4(16), jlp.NVFP4()], ids=str)
+    def test_loaded_kernels_are_one_call(self, fmt):
+        x, kernels, _, dys = self.given
+        biases = [random_array((w.shape[1],), seed=w.shape[1]) for w in kernels]
+        loaded = [jlp.quantize(w, fmt, axis=-2) for w in kernels]
+
+        def calls(function):
+            text = jax.jit(lambda x: function(x, loaded, biases=biases)).lower(x).as_text()
+            return text.count("@jaxlowprec_weight_only_matmuls("), text.count("@jaxlowprec_weight_only_matmul(")
+
+        assert calls(jlp.linears) == (1, 0) and calls(separate_linears) == (0, 2)
+
+        def step(function):
+            ys, pullback = jax.vjp(lambda x, b: function(x, loaded, biases=b), x, biases)
+            return ys, pullback(tuple(dys))
+
+        assert_same_bytes(step(jlp.linears), step(separate_linears))
+        gate, up = (jlp.quantize(random_array((64, 48), seed=i), fmt, axis=-2) for i in (1, 2))
+        down = jlp.quantize(random_array((48, 64), seed=3), fmt, axis=-2)
+        assert calls(lambda x, *_, **__: jlp.mlp(x, [gate, up, down])) == (1, 1)
+
     def test_kernels_with_adapters(self):
         x, kernels, biases, dys = self.given
         adapters = [

@@ -193,6 +193,18 @@ class TestByKernels(ByKernels, WeightOnlyCases):
         y = np.asarray(jlp.scaled_matmul(x, q, implementation="ffi"))
         assert np.isfinite(y[:, 0]).all() and np.isnan(y[:, 1:]).all()
 
+    @pytest.mark.parametrize("most", [0x7180, 0x7F00])
+    def test_scales_of_int4_of_any_exponent(self, isa, most):
+        """Zero and normal ones of either sign: up to the largest with which all tables of AVX-512 are made without
+        branches, and above."""
+        random = np.random.default_rng(0)
+        scales = random.integers(0x80, most + 1, (128, 16)).astype(np.uint16)
+        scales[0, :4] = 0, 0x80, most, 0x8000
+        scales |= random.integers(0, 2, scales.shape).astype(np.uint16) << 15
+        x, q = operands((2, 512, 128), jlp.Int4(32))
+        q = dataclasses.replace(q, scale=jnp.asarray(scales.view(jnp.bfloat16.dtype)))
+        assert_multiplies(x * 2.0**-8, q, "ffi", out_dtype=jnp.float32)
+
     @over_some
     def test_epilogue(self, fmt):
         x, q, extras, cases, expected = epilogues(fmt)

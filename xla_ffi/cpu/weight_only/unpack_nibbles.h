@@ -44,6 +44,30 @@ class NibbleTable {
     for (F32& part : numbers) part = L::flush((part - middle) * scale);
     return NibbleTable(numbers);
   }
+#if defined(JLP_ISA_AVX512)
+  /// Whether bfloat16 scales are all zero, or normal and so small that 8 times 2^16 of them are finite.
+  __attribute__((noinline)) static bool all_moderate(const uint8_t* scales, int64_t count) {
+    constexpr uint16_t kLeast = 0x0080, kMost = 0x7180;
+    uint16_t others = 0;
+    for (int64_t i = 0; i < count; ++i) {
+      const uint16_t magnitude = load<uint16_t>(scales + 2 * i) & 0x7FFF;
+      others |= static_cast<uint16_t>(magnitude - kLeast) > kMost - kLeast ? magnitude : 0;
+    }
+    return others == 0;
+  }
+  /// of_int4 with such a scale of a symmetric group, without branches: a sum with 2^16 times a number's power of two has a
+  /// last bit worth that of a bfloat16, so it rounds as that does. A zero keeps its sign.
+  __attribute__((always_inline)) static NibbleTable of_moderate_scale(uint16_t scale_bits) {
+    F32 numbers[kParts];
+    count_codes(numbers);
+    const F32 scale = (F32)_mm512_set1_epi32(static_cast<int>(uint32_t{scale_bits} << 16));
+    const F32 exact = (numbers[0] - static_cast<float>(kInt4Middle)) * scale;
+    const F32 large = (F32)((L::bits(exact) & 0xFF800000u) + (16u << 23));
+    NibbleTable table;
+    table.numbers_ = (F32)(L::bits((exact + large) - large) | (L::bits(exact) & 0x80000000u));
+    return table;
+  }
+#endif
   /// From numbers in the order of count_codes, rounded here.
   explicit NibbleTable(const F32 (&numbers)[kParts]) {
 #if defined(JLP_ISA_AVX512)
@@ -99,6 +123,7 @@ class NibbleTable {
 
  private:
 #if defined(JLP_ISA_AVX512)
+  NibbleTable() = default;
   F32 numbers_;
 #elif defined(JLP_ISA_AVX2)
   JLP_RULE __m256i bits(F32 numbers) {
