@@ -88,8 +88,10 @@ def check_mode(who: str, mode: str) -> None:
 def pause(engine: HttpEngine, mode: Mode, timeout: float) -> None:
     """Pauses generation, and drops the key-value cache of the old weights."""
     engine.call("POST", "/pause_generation", {"mode": mode}, timeout=timeout)
-    if mode != "in_place":  # this mode keeps the cache
+    if mode == "abort":  # the scheduler goes on, to end what is aborted
         engine.call("POST", "/flush_cache", timeout=timeout, query=f"timeout={timeout:g}")
+    elif mode == "retract":  # it has stopped: with a timeout it would wait for the requests that wait for it
+        engine.call("POST", "/flush_cache", timeout=timeout)
 
 
 def go_on(engine: HttpEngine, timeout: float) -> None:
