@@ -102,3 +102,15 @@ def test_sglang_restores_and_repacks_experts_as_marlin_py(group_size, tmp_path):
                 if name.endswith("packed"):  # the kernel's stand-in kept the order of the words
                     held = marlin.repack(held.reshape(tensors[name].shape))
                 np.testing.assert_array_equal(held, tensor.astype(held.dtype), name)
+
+
+def test_sglang_cannot_load_dense_int4_a_second_time():
+    """Which is why the adapters refuse to send it: see `check_restored`."""
+    live.interpreter()
+    found = json.loads(live.run("dense.py"))
+    assert found == {
+        "loader before": True,
+        "loader after": False,
+        "shape": [256 // 16, 2 * 128],
+        "again": "AssertionError",
+    }
