@@ -16,10 +16,19 @@ from jaxlowprec.weight_sync.manifest import Entry, Manifest
 Mode = Literal["abort", "retract", "in_place"]
 
 NEWEST_READ = (0, 5, 23)
-"""The newest SGLang whose source was read. It restores repacked weights of experts only."""
+"""The newest SGLang whose source was read, for what `check_int4` refuses."""
 
 _REPACKED = {scheme.required[0] for scheme in map(by_name, NAMES) if scheme.repacked}
 _RESTORED = by_name("w4a16").required[0]
+_ZERO_POINTS = by_name("w4a16_asym").required[-1]
+_NOT_RESTORED = (
+    "repacks INT4 weights once and restores only those of experts in w4a16: it cannot load others again. Leave them "
+    "unquantised, or start a server with the version"
+)
+_OTHER_ORDER = (
+    "takes zero points of experts to be in AWQ's order, which compressed-tensors' are not: its weights would be wrong. "
+    "Use w4a16, which has none"
+)
 
 
 class SGLang(DiskEngine):
@@ -55,8 +64,8 @@ class SGLang(DiskEngine):
         self._mode = mode
 
     def begin(self, version: int, manifest: Manifest, timeout: float) -> None:
-        """Starts a new version. Raises Refused for weights that the server cannot load again, see `check_restored`."""
-        check_restored(self._engine, manifest, timeout)
+        """Starts a new version. Raises Refused for weights that the server cannot load again, see `check_int4`."""
+        check_int4(self._engine, manifest, timeout)
         super().begin(version, manifest, timeout)
 
     def _pause(self, timeout: float) -> None:
@@ -114,23 +123,26 @@ def numbers(version: str) -> tuple[int, ...]:
     return () if found is None else tuple(map(int, found.groups()))
 
 
-def check_restored(engine: HttpEngine, manifest: Manifest, timeout: float) -> None:
-    """Raises Refused if SGLang would end at the attempt to load these weights, because it cannot undo its repacking.
+def check_int4(engine: HttpEngine, manifest: Manifest, timeout: float) -> None:
+    """Raises Refused for INT4 weights that SGLang cannot load a second time, or would read wrongly.
 
     Its dense INT4 layers replace their parameters by repacked ones that have no loader, and have no hook that restores
     them; an exception while it loads ends the server. Experts in compressed-tensors' format have the hook.
     """
-    entry = next(filter(_never_restored, manifest.entries), None)
-    if entry is None:
+    found = ((entry.name, why) for entry in manifest.entries if (why := _why_not(entry)))
+    name, why = next(found, ("", ""))
+    if not why:
         return
     said = str(engine.call("GET", "/server_info", timeout=timeout, needs="version")["version"])
     if numbers(said) <= NEWEST_READ:
-        raise Refused(
-            f"begin: {brief(entry.name)}: SGLang {brief(said)} repacks INT4 weights once and restores only those of "
-            "experts in w4a16: it cannot load others again. Leave them unquantised, or start a server with the version"
-        )
+        raise Refused(f"begin: {brief(name)}: SGLang {brief(said)} {why}")
 
 
-def _never_restored(entry: Entry) -> bool:
+def _why_not(entry: Entry) -> str | None:
     module, _, part = entry.name.rpartition(".")
-    return entry.dtype == "I32" and part in _REPACKED and not (part == _RESTORED and ".experts." in f".{module}.")
+    of_experts = ".experts." in f".{module}."
+    if entry.dtype != "I32":
+        return None
+    if part == _ZERO_POINTS and of_experts:
+        return _OTHER_ORDER
+    return _NOT_RESTORED if part in _REPACKED and not (part == _RESTORED and of_experts) else None

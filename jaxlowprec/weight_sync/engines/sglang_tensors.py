@@ -97,7 +97,7 @@ class SGLangTensors:
             raise Refused(f"begin: version {self._collected.version} is being collected; abort it first")
         if not manifest.nbytes:
             raise Refused(f"begin: version {version} has no bytes; SGLang takes versions of at least one tensor")
-        sglang.check_restored(self._engine, manifest, timeout)
+        sglang.check_int4(self._engine, manifest, timeout)
         self._collected = _Collected(newer(version, self.version(timeout)), manifest, self._shared)
 
     def send(self, bucket: Bucket, timeout: float) -> None:

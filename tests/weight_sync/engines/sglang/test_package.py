@@ -8,6 +8,7 @@ import pytest
 
 from jaxlowprec import checkpoints
 from jaxlowprec.checkpoints.schemes import marlin
+from jaxlowprec.checkpoints.schemes.codes import AWQ_ORDER, pack_words
 from jaxlowprec.checkpoints.schemes.gptq import GPTQ
 from jaxlowprec.weight_sync import SGLangTensors
 from tests.weight_sync.engines.engine_stubs import serving
@@ -104,8 +105,19 @@ def test_sglang_restores_and_repacks_experts_as_marlin_py(group_size, tmp_path):
                 np.testing.assert_array_equal(held, tensor.astype(held.dtype), name)
 
 
+def test_sglang_takes_zero_points_of_experts_for_awq(tmp_path):
+    """Which is why the adapters refuse `w4a16_asym` for experts."""
+    live.interpreter()
+    zeros = np.random.default_rng(0).integers(0, 16, (4, 128)).astype(np.uint8)
+    np.savez(tmp_path / "given.npz", awq=pack_words(zeros, AWQ_ORDER), compressed_tensors=pack_words(zeros))
+    live.run("zero_points.py", tmp_path / "given.npz", tmp_path / "answer.npz")
+    with np.load(tmp_path / "answer.npz") as answer:
+        right = {name: np.array_equal(answer[name], marlin.pack_zero_points(zeros)) for name in answer.files}
+    assert right == {"awq": True, "compressed_tensors": False}
+
+
 def test_sglang_cannot_load_dense_int4_a_second_time():
-    """Which is why the adapters refuse to send it: see `check_restored`."""
+    """Which is why the adapters refuse to send it: see `check_int4`."""
     live.interpreter()
     found = json.loads(live.run("dense.py"))
     assert found == {

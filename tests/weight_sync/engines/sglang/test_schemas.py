@@ -129,7 +129,7 @@ def test_the_stub_takes_no_field_that_the_package_lacks(stub, fields):
 
 
 def test_the_package_restores_int4_where_the_adapter_says(srt):
-    """`sglang.check_restored` refuses other INT4 weights: of dense layers, and of other formats."""
+    """`sglang.check_int4` refuses other INT4 weights: of dense layers, and of other formats."""
     assert importlib.metadata.version("sglang").split(".")[:3] == [str(number) for number in sglang.NEWEST_READ]
     hook = "def restore_weights_before_loading("
     with_a_hook = {path.name for path in (srt / "layers").rglob("*.py") if hook in path.read_text()}

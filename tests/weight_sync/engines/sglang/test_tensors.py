@@ -194,13 +194,18 @@ GPTQ_EXPERT = "model.layers.0.mlp.experts.3.up_proj.qweight"
 EXPERT = "model.layers.0.mlp.experts.3.up_proj.weight_packed"
 
 
-@pytest.mark.parametrize("name", [DENSE, SHARED_EXPERT, GPTQ_EXPERT])
+ZEROS = "model.layers.0.mlp.experts.3.up_proj.weight_zero_point"
+REFUSED = {name: "repacks INT4 weights once" for name in (DENSE, SHARED_EXPERT, GPTQ_EXPERT)}
+REFUSED[ZEROS] = "takes zero points of experts to be in AWQ's order"
+
+
+@pytest.mark.parametrize("name", REFUSED)
 @pytest.mark.parametrize("by_disk", [False, True])
-def test_int4_that_is_never_restored_is_refused(name, by_disk, stub, tmp_path):
+def test_int4_that_sglang_would_not_load_is_refused(name, by_disk, stub, tmp_path):
     words = {name: np.ones((4, 4), np.int32), "norm": np.ones(4, np.float32)}
     with serving(stub) as url:
         transport = SGLang(url, tmp_path / "weights") if by_disk else SGLangTensors(url)
-        with pytest.raises(Refused, match=f"'{name}': SGLang '0.5.23' repacks INT4 weights once"):
+        with pytest.raises(Refused, match=f"'{name}': SGLang '0.5.23' {REFUSED[name]}"):
             sync(transport, 1, words)
         assert "/pause_generation" not in stub.calls
         stub.server["version"] = "0.5.24"  # it may have learned it
