@@ -9,6 +9,7 @@
 """
 
 from jaxlowprec.weight_sync.engines.sglang import SGLang
+from jaxlowprec.weight_sync.engines.sglang_tensors import SGLangTensors
 from jaxlowprec.weight_sync.engines.vllm import VLLM
 from jaxlowprec.weight_sync.engines.vllm_transfer import VLLMTransfer
 from jaxlowprec.weight_sync.errors import Aborted, PeerLost, PeerTimeout, Refused, SyncError
@@ -46,6 +47,7 @@ __all__ = [
     "Receiver",
     "Refused",
     "SGLang",
+    "SGLangTensors",
     "Session",
     "ShardedReceiver",
     "SharedMemoryReceiver",

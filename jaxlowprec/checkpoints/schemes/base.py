@@ -52,6 +52,8 @@ class Scheme(abc.ABC):
         joint: what stands between a module's name and the last part of a tensor's.
         scalars: required tensors whose shape may be [].
         also_shaped: other shapes that `load` accepts for a tensor.
+        repacked: whether engines hold weights in an order of their kernels, which they have to undo before they load
+            others.
     """
 
     name: ClassVar[str]
@@ -66,6 +68,7 @@ class Scheme(abc.ABC):
     joint: ClassVar[str] = "."
     scalars: ClassVar[tuple[str, ...]] = ()
     also_shaped: ClassVar[Mapping[str, tuple[tuple[int, ...], ...]]] = {}
+    repacked: ClassVar[bool] = False
     also_read: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     """Other dtypes that `load` accepts for a tensor."""
     input_range: ClassVar[float | None] = None

@@ -72,6 +72,7 @@ class Int4Groups(Scheme):
     """
 
     scale_dtypes: ClassVar[tuple[str, ...]] = ("bfloat16", "float16")
+    repacked: ClassVar[bool] = True
     group_size: int
     symmetric: bool
     scale_dtype: str

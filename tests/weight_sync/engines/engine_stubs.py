@@ -105,6 +105,8 @@ class SGLangStub(Stub):
     def flush(self, body, query):
         if self.mode == "in_place":
             return self.error(400, "requests are running")
+        if self.mode == "retract" and float(query.get("timeout", 0)):
+            return self.error(400, "Timed out waiting for idle state.")
         return 200, "Cache flushed.\n"
 
     def update(self, body, query):

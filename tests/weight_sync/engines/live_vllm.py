@@ -4,19 +4,16 @@ import contextlib
 import json
 import os
 import pathlib
-import signal
 import subprocess
-import time
 import tomllib
-import urllib.error
-import urllib.request
 
 import numpy as np
 import pytest
 
 import jaxlowprec
 import jaxlowprec_command
-from tests.weight_sync.engines import models
+from tests.weight_sync.engines import live_server, models
+from tests.weight_sync.engines.live_server import LiveServer
 from tests.weight_sync.syncing import free_port
 
 VARIABLE = "JAXLOWPREC_VLLM_PYTHON"
@@ -42,9 +39,8 @@ def interpreter():
 
 
 def environment(**added):
-    """The variables of a process of vLLM: without those that are about this library's own environment."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "XLA_", "VIRTUAL_ENV"))}
-    return kept | QUIET | added
+    """The variables of a process of vLLM."""
+    return live_server.environment(**(QUIET | added))
 
 
 def ask(folders, tokens, generated, place):
@@ -58,18 +54,8 @@ def ask(folders, tokens, generated, place):
         return [(said[f"prompt_{i}"], said[f"greedy_{i}"]) for i in range(len(folders))]
 
 
-class Server:
+class Server(LiveServer):
     """A server of one folder."""
-
-    def __init__(self, url, log):
-        self.url, self._log = url, log
-
-    def call(self, path, body=None, timeout=120):
-        """The object that it answers to a POST, or a GET without a body."""
-        data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(self.url + path, data, {"Content-Type": "application/json"})
-        with urllib.request.urlopen(request, timeout=timeout) as answer:
-            return json.loads(answer.read() or b"null")
 
     def log_probabilities(self, tokens):
         """Those of each token of a prompt but the first [tokens - 1]."""
@@ -82,10 +68,6 @@ class Server:
         body = {"prompt": tokens, "max_tokens": count, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
         choice = self.call("/v1/completions", body)["choices"][0]
         return choice["finish_reason"], choice["token_ids"]
-
-    def output(self):
-        """The end of what it wrote."""
-        return self._log.read_text()[-4000:]
 
 
 def with_this_library(place):
@@ -115,33 +97,6 @@ def serving(folder, place, *arguments, **variables):
         "4",
     ]
     command += ["--host", "127.0.0.1", "--port", str(port), *arguments]
-    with log.open("w") as out:
-        process = subprocess.Popen(
-            command,
-            env=environment(VLLM_SERVER_DEV_MODE="1", **variables),
-            stdout=out,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-    server = Server(f"http://127.0.0.1:{port}", log)
-    try:
-        _wait(server, process)
+    variables = environment(VLLM_SERVER_DEV_MODE="1", **variables)
+    with live_server.running(command, variables, Server(f"http://127.0.0.1:{port}", log)) as server:
         yield server
-    finally:
-        process.send_signal(signal.SIGTERM)
-        try:
-            process.wait(30)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait(10)
-
-
-def _wait(server, process, seconds=300):
-    until = time.monotonic() + seconds
-    while time.monotonic() < until:
-        assert process.poll() is None, server.output()
-        with contextlib.suppress(urllib.error.URLError, ConnectionError):
-            urllib.request.urlopen(server.url + "/health", timeout=5).close()
-            return
-        time.sleep(0.5)
-    raise AssertionError(f"vLLM did not start within {seconds} s: {server.output()}")

@@ -4,14 +4,17 @@ The package is not imported: that takes its hundred dependencies and a GPU.
 """
 
 import ast
+import importlib.metadata
 import importlib.util
 import pathlib
 import typing
 
 import pytest
 
-from jaxlowprec.weight_sync import SGLang
+from jaxlowprec.weight_sync import SGLang, SGLangTensors
+from jaxlowprec.weight_sync.engines import sglang
 from tests.weight_sync.engines.engine_stubs import SGLangStub, serving
+from tests.weight_sync.engines.sglang.stub import TensorsStub
 from tests.weight_sync.syncing import sync
 
 REMEDY = "sglang is not installed: pip install --no-deps sglang==0.5.23"
@@ -19,13 +22,18 @@ MODELS = {
     "/pause_generation": "PauseGenerationReqInput",
     "/continue_generation": "ContinueGenerationReqInput",
     "/update_weights_from_disk": "UpdateWeightFromDiskReqInput",
+    "/begin_weight_update": "BeginWeightUpdateReqInput",
+    "/end_weight_update": "EndWeightUpdateReqInput",
+    "/update_weights_from_tensor": "UpdateWeightsFromTensorReqInput",
 }
+PAUSED, DISK = {"/pause_generation", "/continue_generation"}, {"/update_weights_from_disk"}
 KINDS = {
     "str": str,
     "bool": bool,
     "int": int,
     "Optional[str]": str | None,
     "Optional[Dict[str, Any]]": dict | None,
+    "Annotated[List[bytes], Base64Bytes()]": list,
 }
 
 
@@ -81,25 +89,28 @@ def routes(srt):
     return found
 
 
-class Recording(SGLangStub):
-    def __init__(self):
-        super().__init__()
-        self.sent = []
+def recording(stub):
+    """A stub, and the list of what is sent to it."""
+    sent, answer = [], stub.answer
 
-    def answer(self, method, path, query, body):
-        self.sent.append((method, path, body))
-        return super().answer(method, path, query, body)
+    def recorded(method, path, query, body):
+        sent.append((method, path, body))
+        return answer(method, path, query, body)
+
+    stub.answer = recorded
+    return stub, sent
 
 
 @pytest.mark.parametrize("mode", ["abort", "retract", "in_place"])
-def test_every_call_is_one_that_the_package_has(mode, routes, fields, tmp_path):
-    stub = Recording()
+@pytest.mark.parametrize("by_disk", [True, False])
+def test_every_call_is_one_that_the_package_has(by_disk, mode, routes, fields, tmp_path):
+    stub, sent = recording(SGLangStub() if by_disk else TensorsStub())
     with serving(stub) as url:
-        transport = SGLang(url, tmp_path, mode=mode)
+        transport = SGLang(url, tmp_path, mode=mode) if by_disk else SGLangTensors(url, mode=mode, memory="copied")
         sync(transport, 1)
         transport.version(5)
-    assert {path for _, path, _ in stub.sent} >= {*MODELS, "/model_info"}
-    for method, path, body in stub.sent:
+    assert {path for _, path, _ in sent} & set(MODELS) == PAUSED | (DISK if by_disk else set(MODELS) - PAUSED - DISK)
+    for method, path, body in sent:
         assert (method, path) in routes
         if path in MODELS:
             known = fields[path]
@@ -107,10 +118,25 @@ def test_every_call_is_one_that_the_package_has(mode, routes, fields, tmp_path):
             assert all(is_a(value, known[name][0]) for name, value in body.items())
 
 
-def test_the_stub_takes_no_field_that_the_package_lacks(fields):
-    for (_, path), (taken, _, _) in SGLangStub.routes.items():
+@pytest.mark.parametrize("stub", [SGLangStub, TensorsStub])
+def test_the_stub_takes_no_field_that_the_package_lacks(stub, fields):
+    for (_, path), (taken, _, _) in stub.routes.items():
         if path in MODELS:
             assert set(taken) <= set(fields[path])
             assert {name for name, (_, required) in taken.items() if required} == {
                 name for name, (_, required) in fields[path].items() if required
             }
+
+
+def test_the_package_restores_int4_where_the_adapter_says(srt):
+    """`sglang.check_int4` refuses other INT4 weights: of dense layers, and of other formats."""
+    assert importlib.metadata.version("sglang").split(".")[:3] == [str(number) for number in sglang.NEWEST_READ]
+    hook = "def restore_weights_before_loading("
+    with_a_hook = {path.name for path in (srt / "layers").rglob("*.py") if hook in path.read_text()}
+    assert with_a_hook == {
+        "base_config.py",  # does nothing
+        "compressed_tensors_scheme.py",  # does nothing
+        "compressed_tensors.py",  # of experts: the scheme's
+        "compressed_tensors_wNa16_moe.py",
+        "unquant.py",  # not quantised
+    }
