@@ -64,12 +64,16 @@ def measure(source: pathlib.Path, work: pathlib.Path, scheme: str, rounds: int) 
 def main() -> None:
     """Measures and prints; writes benchmarks/results with --save."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", help="where to work, with 30 GB free (default: the folder for temporary files)")
+    parser.add_argument(
+        "--folder", type=pathlib.Path, help="where to work, with 30 GB free (default: the folder for temporary files)"
+    )
     parser.add_argument("--scheme", nargs="+", default=SCHEMES, choices=SCHEMES)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--layers", type=int, default=LAYERS)
     parser.add_argument("--save", action="store_true", help="write benchmarks/results")
     options = parser.parse_args()
+    if options.folder:
+        options.folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         work = pathlib.Path(folder)
         source = work / "source"

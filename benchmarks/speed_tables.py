@@ -62,6 +62,17 @@ def convert() -> str:
     return markdown(rows) + "\n\n" + where(result)
 
 
+def convert_7b() -> str:
+    """The conversion of a checkpoint of Llama 2 7B's shapes, with its memory."""
+    result = load("convert_7b")
+    rows = [("scheme", "ours, s", "`cp -r`, s", "speed", "memory, GiB")]
+    for c in result["cases"]:
+        memory = f"{c['memory_bytes'] / 2**30:.2f}"
+        rows.append((c["scheme"], f"{c['ours']:.1f}", f"{c['copy']:.1f}", f"{c['ratio']:.2f}x", memory))
+    targets = f"Targets: {result['target']}x, and {result['most_memory_bytes'] / 2**30:.0f} GiB."
+    return f"{markdown(rows)}\n\n{targets} Rounds: {result['rounds']}. {where(result)}"
+
+
 def weight_sync() -> str:
     """New versions of the weights, each transport against copying the same bytes."""
     parts = []

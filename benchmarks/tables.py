@@ -27,7 +27,13 @@ TABLES = {
     f.__name__: f
     for f in (
         *(speed_tables.speed, speed_tables.formats, speed_tables.int4, speed_tables.weight_only, speed_tables.grouped),
-        *(speed_tables.convert, speed_tables.weight_sync, speed_tables.best_speed, speed_tables.train_step),
+        *(
+            speed_tables.convert,
+            speed_tables.convert_7b,
+            speed_tables.weight_sync,
+            speed_tables.best_speed,
+            speed_tables.train_step,
+        ),
         *(speed_tables.generation, speed_tables.telemetry, speed_tables.scaling, speed_tables.gpu),
         *(
             study_tables.study,

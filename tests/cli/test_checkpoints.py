@@ -124,6 +124,7 @@ def test_interrupted_and_resumed(capsys, source, tmp_path, monkeypatch):
     assert set(contents(tmp_path / "low")) == set(contents(source))
 
 
+@pytest.mark.slow
 def test_the_reader_of_a_pipe_may_leave(source):
     code = (
         "import os, sys; reader, writer = os.pipe(); os.close(reader); os.dup2(writer, 1); "

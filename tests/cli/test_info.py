@@ -101,6 +101,7 @@ class TestCuda:
         if "libcublasLt" not in pathlib.Path("/proc/self/maps").read_text():
             assert info_module._cublaslt() is None
 
+    @pytest.mark.slow
     @pytest.mark.skipif(not shutil.which("cc"), reason="needs a C compiler")
     def test_the_version_of_a_cublaslt_that_is_loaded(self, tmp_path):
         library = tmp_path / "libcublasLt.so.13"

@@ -20,6 +20,7 @@ def source(tmp_path):
     return write_checkpoint(tmp_path / "source", llama(1), shards=2)
 
 
+@pytest.mark.slow
 def test_without_standard_error_the_work_is_done(source, tmp_path):
     arguments = ("convert", source, tmp_path / "low", "--scheme", "mxfp4", "--ignore", "re:nothing")
     status, out, err = command(*arguments, after="2>&-")
@@ -27,10 +28,12 @@ def test_without_standard_error_the_work_is_done(source, tmp_path):
     assert set(contents(tmp_path / "low")) == set(contents(source))
 
 
+@pytest.mark.slow
 def test_without_standard_error_an_error_is_still_a_status(tmp_path):
     assert command("inspect", tmp_path / "none", after="<&- 2>&-") == (2, "", "")
 
 
+@pytest.mark.slow
 def test_without_standard_output_nothing_is_begun(source, tmp_path):
     err = one_line(*command("convert", source, tmp_path / "low", "--scheme", "mxfp4", after=">&-"))
     assert "standard output is closed" in err and not (tmp_path / "low").exists()

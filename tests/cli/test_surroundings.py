@@ -19,11 +19,13 @@ def source(tmp_path):
     return write_checkpoint(tmp_path / "source", llama(1), shards=2)
 
 
+@pytest.mark.slow
 def test_an_instruction_set_that_is_not_here(source):
     err = one_line(*command("inspect", source, JAXLOWPREC_ISA="bogus"))
     assert "JAXLOWPREC_ISA='bogus' is not available here; set it to one of " in err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("platform", ["bogus", "cuda"])
 def test_a_platform_that_jax_cannot_start(source, tmp_path, platform):
     if platform == "cuda" and native.compute_capability():
@@ -36,6 +38,7 @@ def test_a_platform_that_jax_cannot_start(source, tmp_path, platform):
     assert not (tmp_path / "low").exists()
 
 
+@pytest.mark.slow
 def test_a_working_folder_that_is_gone(source, tmp_path):
     gone = f"mkdir {tmp_path}/gone; cd {tmp_path}/gone; rmdir {tmp_path}/gone"
     err = one_line(*command("convert", source, "low", "--scheme", "mxfp4", before=gone))
@@ -59,11 +62,13 @@ def test_links_that_point_to_each_other(capsys, source, tmp_path):
     assert "files left out: tokenizer.json" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_file_that_may_not_grow_is_named(source, tmp_path):
     err = one_line(*command("convert", source, tmp_path / "low", "--scheme", "mxfp4", before="ulimit -f 20"))
     assert "File too large: " in err and "model-00001-of-00002.safetensors" in err
 
 
+@pytest.mark.slow
 def test_too_many_files_are_named(tmp_path):
     source = write_checkpoint(tmp_path / "source", llama(4), shards=40)
     err = one_line(*command("inspect", source, before="ulimit -n 30"))

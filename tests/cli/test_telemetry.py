@@ -56,6 +56,7 @@ def test_a_run_that_is_not_there(command, tmp_path, capsys):
     assert "none: there is no record of a run; give the file of a telemetry.Recorder" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_report_writes_one_page_with_all_runs(run, tmp_path, capsys):
     pytest.importorskip("vl_convert")
     out = tmp_path / "page.html"
@@ -69,6 +70,7 @@ def test_report_writes_one_page_with_all_runs(run, tmp_path, capsys):
     assert not re.search(r"""(src|href)=["']?http""", text.split("<script>")[0])
 
 
+@pytest.mark.slow
 def test_both_print_json(run, tmp_path, capsys):
     assert main(["watch", "--json", str(run)]) == 0
     watched = json.loads(capsys.readouterr().out)
@@ -94,6 +96,7 @@ def test_a_limit_that_is_none(given, needs, run, capsys):
     assert needs in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_in_a_terminal_watch_follows_the_run(run):
     pytest.importorskip("rich")
     ours, its = pty.openpty()

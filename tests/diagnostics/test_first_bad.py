@@ -77,6 +77,7 @@ def test_the_planted_fault_is_found_with_its_step(step):
     assert str(bad).startswith("step 50: weight of blocks/2: the relative error is 1, beyond 0.7; it enters in the ")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("middle", "layer", "tensor"),
     [
@@ -138,6 +139,7 @@ def test_layers_of_a_scan_are_told_apart(step):
     assert (bad.layer, bad.tensor) == ("blocks[3]", "weight")
 
 
+@pytest.mark.slow
 def test_a_mesh_has_the_trace_of_one_device(step):
     params, x = step
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("data", "tensor"))
@@ -149,6 +151,7 @@ def test_a_mesh_has_the_trace_of_one_device(step):
     assert max(d.error for d in found) < 1e-3
 
 
+@pytest.mark.slow
 def test_under_vmap_the_calls_add_up(step):
     params, x = step
 

@@ -90,6 +90,7 @@ def test_a_wrong_argument_is_named(tmp_path, refused_by, arguments, message):
     assert message in refused_by(train_lm.main, "--out", tmp_path, *arguments)
 
 
+@pytest.mark.slow
 def test_a_cluster_that_jax_does_not_detect_is_named(tmp_path):
     message = "where JAX detects no cluster, give --coordinator"
     assert message in refused(str(SCRIPT), "--out", str(tmp_path), "--distributed", "--mesh", "data=2")

@@ -12,6 +12,7 @@ FRAMEWORKS = ("equinox", "haiku", "haliax")
 MOST_LINES = 40
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("piece", PIECES, ids=lambda piece: f"line_{piece.line}")
 def test_an_example_prints_what_it_shows(piece):
     for name in re.findall(r"^import (\w+)", piece.code, re.MULTILINE):

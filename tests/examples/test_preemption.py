@@ -58,6 +58,7 @@ def trained(folder, notice, at=None):
     return training.train(run, CONFIG, schedule, batches, folder, True, ONE_DEVICE, notice)
 
 
+@pytest.mark.slow
 def test_sigterm_saves_the_step_in_progress(notice, tmp_path):
     with pytest.raises(Preempted, match="fp8_delayed:4:nvfp4 after 3 of 6 steps"):
         trained(tmp_path, notice, at=2)

@@ -32,6 +32,7 @@ def test_adapters_learn_and_merge(tmp_path, text):
     assert again == size < 0.3 * merged_size
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [((), "no finished run of train_lm.py --recipe bf16"), (("--format", "int3"), "invalid choice: 'int3'")],

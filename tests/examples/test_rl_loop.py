@@ -113,6 +113,7 @@ def test_the_rollout_ends_when_the_trainer_does(trainer, how):
     assert "rollout: the trainer has ended; ending as well" in error and "Traceback" not in error
 
 
+@pytest.mark.slow
 def test_stale_answers_are_refused_and_a_dead_rollout_named():
     policy, prompts = Policy(TINY, nnx.Rngs(0)), Task(2).prompts(8, seed=0, iteration=1)
     with Rollout(TINY, timeout=120.0) as engine:
@@ -156,6 +157,7 @@ def test_a_wrong_argument_is_named(tmp_path, refused_by, arguments, message):
     assert message in refused_by(rl_loop.arguments, "--out", tmp_path, *arguments)
 
 
+@pytest.mark.slow
 def test_the_rollout_is_not_started_by_hand():
     done = subprocess.run(
         [sys.executable, SCRIPT, "--rollout"],

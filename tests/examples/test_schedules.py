@@ -58,6 +58,7 @@ def test_a_run_goes_on_in_the_phase_of_its_step(whole, tmp_path, stopped):
     assert "forward_override='high_precision'" in resumed["recipe"]
 
 
+@pytest.mark.slow
 def test_a_phase_changes_the_losses_from_its_first_step_on(whole, tmp_path):
     plain = trained("nvfp4", tmp_path)["losses"]
     assert [a == b for a, b in zip(plain, whole["losses"], strict=True)] == [True] * 4 + [False] * 6

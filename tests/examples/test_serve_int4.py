@@ -55,6 +55,7 @@ def test_a_recipe_that_did_not_train_it_is_refused(run, tmp_path):
     assert not (tmp_path / "served").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [((), "no finished run of train_lm.py --recipe int4_qat"), (("--tokens",), "expected one argument")],

@@ -81,6 +81,7 @@ class TestNumbers:
         assert y.shape == X.shape and aux.tape.shape == (8, 16, k)
         np.testing.assert_array_equal(aux.group_sizes, np.bincount(np.ravel(aux.tape), minlength=experts))
 
+    @pytest.mark.slow
     @nnx_often
     def test_with_biases_and_an_activation_of_gate_and_up(self, library):
         options = {"use_bias": True, "router_bias": True, "activation": limited, "gated": "joint"}

@@ -91,6 +91,7 @@ class TestLoRALinear:
 
 
 class TestAddLora:
+    @pytest.mark.slow
     def test_names_and_adapts_what_the_patterns_choose(self):
         model, options = Model(), {"rngs": nnx.Rngs(1)}
         before = run(model, X)
@@ -136,6 +137,7 @@ class TestAddLora:
 
 
 class TestTraining:
+    @pytest.mark.slow
     @pytest.mark.parametrize("kernels", ["arrays", *SERVED])
     def test_only_adapters_change_and_the_loss_falls(self, kernels):
         model, recipe = jlp.nnx.convert(Model()), NVFP4

@@ -131,6 +131,7 @@ class TestDemo:
             *("tokens", "positions", "head"),
         }
 
+    @pytest.mark.slow
     def test_the_export_gives_the_logits_of_training(self, demo):
         served = jlp.quantize_params(demo, RECIPE)
         tokens = np.random.default_rng(0).integers(0, 256, (2, 16))

@@ -105,6 +105,7 @@ def of(dtype, entries):
     return often([entry for entry in entries if entry["dtype"] == dtype], entries)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("entry", of("bfloat16", ENTRIES), ids=name)
 def test_native_bytes_are_transformer_engines(entry):
     assert in_one_pass(entry, "ffi") == expected(entry)

@@ -184,6 +184,7 @@ def check_numbers(parallelism, results, expected, order=1e-6):
         np.testing.assert_allclose(a, e, rtol=2 * eps, atol=order * np.abs(e).max())
 
 
+@pytest.mark.slow
 @over_both
 def test_what_travels_and_the_numbers_of_one_device(recipe, parallelism):
     recipe, parallelism = RECIPES[recipe], PARALLELISMS[parallelism]

@@ -220,6 +220,7 @@ class TestExperts:
         with under(recipe):
             assert_trees(jax.jit(jlp.accumulate_gradients(loss, PARTS))(OF_EXPERTS, X), by_hand(loss, OF_EXPERTS, X))
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("saved", ["8bit", "recompute"])
     def test_whatever_the_mlp_keeps(self, saved):
         loss = functools.partial(experts, saved=saved)
@@ -239,6 +240,7 @@ class TestExperts:
         added = [e.outvars[0].aval.shape for e in primitives(loop.params["jaxpr"].jaxpr) if "add" in e.primitive.name]
         assert not {w.shape for w in OF_EXPERTS.values()} & set(added)
 
+    @pytest.mark.slow
     def test_of_a_block_of_nnx(self):
         model = jlp.nnx.MoE(EXPERTS, K, HIDDEN, top_k=2, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
         graph, state = nnx.split(model)

@@ -38,6 +38,7 @@ def by_gemm(model):
     return jlp.find_policy(loss, *model, NVFP4, 1 / 9)
 
 
+@pytest.mark.slow
 def test_it_keeps_what_does_most_harm(by_gemm):
     worst = by_gemm.table[0]
     assert (worst.layer, worst.gemm, worst.policy) == ("b", "fprop", "high precision")
@@ -94,6 +95,7 @@ def test_standard_errors_hold_the_spread_of_keys(by_gemm):
     assert stochastic and all(0 < row.effect.error_se < row.effect.error for row in stochastic)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("budget", [0, 0.1, 0.3, 0.6, 1])
 def test_a_budget_is_kept(model, budget):
     found = jlp.find_policy(loss, *model, BOTH, budget, by="layer", repeats=1)
@@ -164,6 +166,7 @@ class TestFile:
     def find(self, model, path, **options):
         return jlp.find_policy(loss, *model, NVFP4, 1 / 9, path=path, **options)
 
+    @pytest.mark.slow
     def test_a_search_goes_on_where_it_was_stopped(self, model, by_gemm, path, monkeypatch):
         assert self.find(model, path) == by_gemm
         whole = path.read_bytes()
@@ -174,6 +177,7 @@ class TestFile:
         monkeypatch.setattr("jaxlowprec.models.find_policy._Search.alone", None)  # nothing is measured again
         assert self.find(model, path) == by_gemm
 
+    @pytest.mark.slow
     def test_another_search_is_refused(self, model, path):
         self.find(model, path)
         with pytest.raises(ValueError, match="has the measurements of another search"):

@@ -64,6 +64,7 @@ def amaxes_by_expert(tape):
 
 
 class TestStates:
+    @pytest.mark.slow
     @each_library
     def test_are_made_for_each_expert_beside_the_parameters(self, library):
         make = block(library, shared_hidden_features=32)
@@ -226,6 +227,7 @@ class TestBlocks:
             if part != "down_proj":
                 np.testing.assert_array_equal(state["input_amax_history"][:, 0], np.float32(wanted))
 
+    @pytest.mark.slow
     def test_both_libraries_have_the_same_bits(self):
         models = [made(library, shared_hidden_features=32) for library in LIBRARIES.values()]
         assert_same_bytes(*(model.tree for model in models))

@@ -56,6 +56,7 @@ def split_step(library, alone, recipe):
     return jax.jit(step).lower(alone.tree, X).compile()
 
 
+@pytest.mark.slow
 @each_library
 @pytest.mark.parametrize("name", often(["nvfp4"], RECIPES))
 def test_a_step_is_that_of_whole_kernels(library, name):

@@ -33,6 +33,7 @@ def assert_same_but_for_the_routers_sum(actual, expected):
     assert_same_bytes(actual, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(  # of the other recipes the form that has most in it
     ("form", "name"),
     often(
@@ -97,6 +98,7 @@ def test_swapping_a_row_of_the_tape_only_reorders_a_sum():
     np.testing.assert_allclose(*(v.astype(jnp.float32) for v in (swapped, y)), atol=0.05)
 
 
+@pytest.mark.slow
 def test_part_of_a_tape_may_choose_afresh():
     moe = block()
     recorded = step(moe, PARAMS, X)
@@ -104,6 +106,7 @@ def test_part_of_a_tape_may_choose_afresh():
     assert_same_but_for_the_routers_sum(step(moe, PARAMS, X, partly), recorded)
 
 
+@pytest.mark.slow
 def test_an_invalid_row_makes_only_its_token_nan():
     moe = block(routing=jlp.moe.RouterConfig(load_balance_coef=0.0))
     tape = step(moe, PARAMS, X, scan=False)[1]

@@ -94,6 +94,7 @@ class TestReplay:
 
 
 class TestLoadBalance:
+    @pytest.mark.slow
     def test_is_1_for_even_use_and_the_number_of_experts_for_one(self):
         alike = 50 * jnp.eye(4)
         assert jlp.moe.route(alike, 1).load_balance_loss == pytest.approx(1)

@@ -48,6 +48,7 @@ class TestAstype:
         assert_same_bytes(jax.jit(lambda t: t.astype("int32", num_experts=experts))(narrow), tape)
         assert_same_bytes(RoutingTape(np.asarray(tape.experts)).astype(dtype, num_experts=experts), narrow)
 
+    @pytest.mark.slow
     @pytest.mark.parametrize(
         ("dtype", "experts", "k"),
         [("uint8", 256, 2), ("uint8", 254, 1), ("uint8", 8, 3), ("int16", 8, 1), ("int16", 300, 2)],
@@ -95,6 +96,7 @@ class TestAstype:
 
 @each_dtype
 class TestNarrow:
+    @pytest.mark.slow
     def test_route_takes_it(self, dtype):
         x = jax.random.normal(jax.random.key(0), (24, 256))
         tape = choices(256, 4)
@@ -107,6 +109,7 @@ class TestNarrow:
         expected = jlp.moe.overlap(a, b)
         assert_same_bytes(jlp.moe.overlap(a.astype(dtype, num_experts=256), b), expected)
 
+    @pytest.mark.slow
     def test_a_pass_records_in_the_dtype_that_it_is_given(self, dtype):
         moe, params, x = stack.block(), stack.parameters(), stack.tokens()
         run = jax.jit(lambda tape: stack.run(moe, params, x, tape))

@@ -33,6 +33,7 @@ def test_sums_next_to_a_tie_that_float64_takes_for_the_tie(sign, last, side):
     assert fma(a, b, c) == exact(a, b, c)
 
 
+@pytest.mark.slow
 def test_random_numbers_of_every_distance_and_cancellation():
     rng = np.random.default_rng(0)
     a, b = (rng.integers(1 << 23, 1 << 24, 3000).astype(F) for _ in range(2))

@@ -443,6 +443,7 @@ class TestImplementations:
         with pytest.raises(NotImplementedError, match="has kernels for .*cpu.* not for this platform"):
             lower("ffi")
 
+    @pytest.mark.slow
     def test_without_the_library_every_op_has_the_reference_alone(self):
         env = {**os.environ, "JAX_PLATFORMS": "cpu", "JAXLOWPREC_DISABLE_NATIVE": "1"}
         run = subprocess.run([sys.executable, "-c", WITHOUT_LIBRARY], env=env, capture_output=True, text=True)

@@ -50,6 +50,7 @@ def test_auto_goes_on_without_a_compiler_that_works(tmp_path, script, reason):
     assert f"{nvcc} {reason}" in text
 
 
+@pytest.mark.slow
 def test_demanded_without_a_compiler_says_what_to_install(tmp_path):
     status, text = configure(tmp_path, NO_COMPILER_KNOWS, "-DJAXLOWPREC_CUDA=ON", CUDACXX="/nonexistent")
     assert status != 0
@@ -57,6 +58,7 @@ def test_demanded_without_a_compiler_says_what_to_install(tmp_path):
     assert "nvidia-cuda-nvcc" in text
 
 
+@pytest.mark.slow
 def test_the_variable_chooses_where_the_option_does_not(tmp_path):
     status, text = configure(tmp_path / "off", JAXLOWPREC_CUDA="OFF")
     assert (status, "GPU kernels: none: built with JAXLOWPREC_CUDA=OFF" in text) == (0, True)

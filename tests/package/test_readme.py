@@ -87,6 +87,7 @@ def test_the_program_of_mixed_precision_of_the_documents_runs():
     assert (names["dx"] == dx).all() and names["dw"].dtype == w.dtype
 
 
+@pytest.mark.slow
 def test_the_program_of_eden_of_the_documents_runs():
     """The gradient is that of high precision but for the error that the document states."""
     names = {}

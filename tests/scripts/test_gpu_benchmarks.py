@@ -108,6 +108,7 @@ class TestRows:
         (case,) = json.loads(file.read_text())["cases"]
         assert case["ratio"]["median"] > 0
 
+    @pytest.mark.slow
     def test_a_pattern_without_a_row_lists_the_rows(self):
         command = [sys.executable, BENCHMARKS / "gpu.py", "--only", "trainings"]
         variables = os.environ | {"JAX_PLATFORMS": "cpu"}

@@ -91,6 +91,7 @@ class TestPhases:
         assert names[2 * COUNT : 6 * COUNT] == ["test_every_kernel_once"] * 4 * COUNT
         assert names[6 * COUNT :] == ["test_large"] * COUNT
 
+    @pytest.mark.slow
     def test_the_suite_runs_where_it_is_named(self, repository):
         (repository.root / "tests" / "test_other.py").write_text("def test_other():\n    pass\n")
         status, printed = repository.check("suite")
@@ -129,6 +130,7 @@ class TestFailures:
         assert repository.check("test")[0] == 1
         assert repository.results()[before:] == [("test_new", "passed"), ("test_wrong", "failed")]
 
+    @pytest.mark.slow
     def test_a_row_that_fails(self, repository):
         status, printed = repository.check("bench", FAULTS="hadamard")
         assert status == 1
@@ -156,6 +158,7 @@ class TestFailures:
         assert status == 1
         assert re.search(r"all skipped: .*no CUDA device here", printed)
 
+    @pytest.mark.slow
     def test_missing_tools_are_reported(self, repository):
         path = path_without(repository.tools, "compute-sanitizer", "ncu")  # and no git
         status, printed = repository.check("once", "memcheck", "bench", "profile", PATH=path, JAXLOWPREC_COMMIT="")

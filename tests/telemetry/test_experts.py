@@ -53,6 +53,7 @@ def measured(function, *args):
     return jlp.telemetry.read(found)
 
 
+@pytest.mark.slow
 def test_delayed_scaling_measures_by_the_scales_of_the_state():
     recipe = jlp.DelayedScaling()
     state = jlp.delayed_scaling.init_state(recipe, num_experts=4)
@@ -93,6 +94,7 @@ class TestTelemetry:
                 actual[BLOCK_RANGE] = wanted[BLOCK_RANGE]  # with the zeros that fill a group's last block
             np.testing.assert_allclose(actual, wanted, rtol=1e-5, atol=1e-6, err_msg=name)
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("recipe", RECIPES, ids=lambda r: type(r).__name__)
     def test_groups_are_measured_as_one_tensor(self, recipe):
         found = measured(loss_under(recipe), W, X, SIZES)["experts"]
@@ -135,6 +137,7 @@ class TestTelemetry:
                 np.testing.assert_allclose(found[gemm].relative_error, wanted, rtol=1e-3, err_msg=gemm)
                 assert 0.01 < wanted < 0.5
 
+    @pytest.mark.slow
     def test_a_sample_is_near_the_error_of_the_result(self):
         x, w = jax.random.normal(jax.random.key(0), (256, 128)), jax.random.normal(jax.random.key(1), (4, 128, 96))
         sizes, dy = jnp.array([90, 30, 0, 120]), jax.random.normal(jax.random.key(2), (256, 96))
@@ -167,6 +170,7 @@ class TestTelemetry:
         with pytest.raises(ValueError, match="grouped_matmul: telemetry's what_if 'tiles': the recipe quantises"):
             jlp.telemetry.value_and_grad(loss, what_if={"tiles": tiles})(W, X)
 
+    @pytest.mark.slow
     def test_only_what_is_quantised_is_there(self):
         recipe = jlp.PerGemm(fprop=MXFP8, dgrad=None, wgrad=None)
         found = measured(functools.partial(loss, recipe=recipe), W, X)["experts"]
@@ -177,6 +181,7 @@ class TestTelemetry:
 
 
 class TestTransformations:
+    @pytest.mark.slow
     @pytest.mark.parametrize("remat", [False, True])
     def test_a_scan_gives_each_layer_of_the_stack(self, remat):
         stack, sizes = jnp.stack([W, W / 2]), jnp.stack([SIZES, SIZES[::-1]])
@@ -251,6 +256,7 @@ class TestTransformations:
             np.testing.assert_allclose(found[gemm].relative_error, expected[gemm].relative_error, rtol=0.6)
 
 
+@pytest.mark.slow
 def test_a_layer_of_experts_is_measured_by_its_names():
     moe = jlp.nnx.MoE(4, 32, 64, top_k=2, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
     jlp.nnx.name_layers(moe)

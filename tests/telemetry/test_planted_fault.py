@@ -55,6 +55,7 @@ def test_watch_names_the_layer_and_the_step(run, capsys):
     assert lines and all(f" of {LAYER}: " in line and f"since step {SICK}" in line for line in lines)
 
 
+@pytest.mark.slow
 def test_report_lists_it_with_a_remedy(run, tmp_path, capsys):
     pytest.importorskip("vl_convert")
     out = tmp_path / "report.html"

@@ -58,6 +58,7 @@ def assert_same(actual, expected, **tolerance):
 
 
 class TestLayers:
+    @pytest.mark.slow
     def test_every_operand_of_every_gemm_is_measured(self):
         found = measured(loss, PARAMS, X)
         assert {layer: list(tensors) for layer, tensors in found.items()} == {"up": ALL, "down": ALL}
@@ -70,6 +71,7 @@ class TestLayers:
         for tensor, statistics in expected.items():
             np.testing.assert_allclose(found["up"][tensor].values, statistics.values, rtol=1e-6, atol=1e-7)
 
+    @pytest.mark.slow
     def test_the_gradient_is_that_of_the_result(self):
         def function(params, x):
             return (model(params, x, MXFP8) * weights).sum()
@@ -96,6 +98,7 @@ class TestLayers:
         recipe = jlp.PerLayer([("up", NVFP4)], None)
         assert list(measured(functools.partial(loss, recipe=recipe), PARAMS, X)) == ["up"]
 
+    @pytest.mark.slow
     def test_nothing_is_measured_on_other_steps(self):
         assert measured(loss, PARAMS, X, on=False) == {}
 
@@ -165,6 +168,7 @@ class TestTransformations:
             x += jlp.linear(hidden, params["down"], recipe=NVFP4, name=f"down[{i}]")
         return jnp.square(x.astype(jnp.float32)).mean()
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("remat", [False, True])
     def test_a_scan_gives_each_layer_of_the_stack(self, remat):
         deterministic = jlp.NVFP4BlockScaling(disable_stochastic_rounding=True)
@@ -273,6 +277,7 @@ class TestModels:
 
         assert_same(measured(jlp.quantize_matmuls(plain, NVFP4), PARAMS, X), measured(loss, PARAMS, X))
 
+    @pytest.mark.slow
     def test_linen(self):
         class Model(nn.Module):
             @nn.compact
@@ -284,6 +289,7 @@ class TestModels:
             found = measured(lambda v: jnp.square(Model().apply(v, X).astype(jnp.float32)).mean(), variables)
         assert {name.split("/")[-1] for name in found} == {"up", "down"}
 
+    @pytest.mark.slow
     def test_nnx_with_an_optimizer(self):
         model = nnx.Sequential(jlp.nnx.Linear(32, 64, rngs=nnx.Rngs(0)), jlp.nnx.Linear(64, 32, rngs=nnx.Rngs(1)))
         jlp.nnx.name_layers(model)

@@ -64,6 +64,7 @@ def test_a_sample_of_everything_is_the_error_of_the_result(recipe, rows):
         assert error == pytest.approx(whole[RESULTS[gemm]], rel=1e-3) and 0.01 < error < 0.5, gemm
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", RECIPES[:4], ids=IDS[:4])
 def test_a_sample_is_near_the_error_of_the_result(recipe):
     shapes = [(256, 96), (96, 128), (256, 128)]
@@ -113,6 +114,7 @@ def test_of_a_small_weight_all_codes_are_taken():
     assert (taken[:256] == np.asarray(q.data.view(jnp.uint8)).ravel()).all() and (taken[256:] == -1).all()
 
 
+@pytest.mark.slow
 def test_devices_of_shard_map_share_a_sample():
     mesh = mesh_of((4,), jax.sharding.AxisType.Auto)
     spec = jax.sharding.PartitionSpec("a")

@@ -220,6 +220,7 @@ def test_bad_arguments():
         statistics(jnp.ones((ROWS, COLUMNS), jnp.int32), q)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", [0, 1])
 def test_the_page_prints_what_it_shows(place, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -48,6 +48,7 @@ def refused_quickly(call, *arguments, match, seconds=3.0):
 TWICE = [*names(NAMES), f"t{NAMES - 1}"]
 
 
+@pytest.mark.slow
 def test_a_repeated_name_is_found_in_linear_time():
     refused_quickly(Manifest.from_json, manifest_text([[n, "U8", []] for n in TWICE]), match=f"'t{NAMES - 1}' is there")
     refused_quickly(Manifest, tuple(Entry(n, "U8", (0,)) for n in TWICE), match=f"'t{NAMES - 1}' is there twice")

@@ -27,6 +27,7 @@ def test_a_killed_trainer_leaves_a_whole_version(case, kills):
     assert found["unfinished"] >= kills // 4 and found["old"] >= kills // 20  # they did hit syncs that were under way
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kills", often([FEW], [FEW, MANY]))
 def test_a_killed_receiver_is_an_error_and_a_new_one_is_served(kills):
     found = outcomes("tcp_receiver", kills)
@@ -34,6 +35,7 @@ def test_a_killed_receiver_is_an_error_and_a_new_one_is_served(kills):
     assert found["errors"] >= kills // 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kills", often([FEW], [FEW, MANY]))
 def test_a_receiver_killed_while_it_pulls_can_be_started_again(kills):
     assert outcomes("disk_receiver", kills)["unfinished"] >= kills // 4

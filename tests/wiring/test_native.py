@@ -71,10 +71,12 @@ def assert_only_the_reference(report, reason):
     assert report["error"] == f'quantize: implementation="ffi": {report["reason"]}'
 
 
+@pytest.mark.slow
 def test_disabled_by_the_environment():
     assert_only_the_reference(report_of(JAXLOWPREC_DISABLE_NATIVE="1"), "JAXLOWPREC_DISABLE_NATIVE is set$")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("broken", ["missing", "corrupt"])
 def test_a_package_whose_library_is(broken, tmp_path):
     source, package = pathlib.Path(jlp.__file__).parent, tmp_path / "jaxlowprec"

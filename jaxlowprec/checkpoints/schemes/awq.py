@@ -18,7 +18,7 @@ import numpy as np
 from jaxlowprec.arrays.formats import SYMMETRIC_ZERO
 from jaxlowprec.arrays.quantized_array import QuantizedArray
 from jaxlowprec.checkpoints.schemes.base import Spec, Tensors
-from jaxlowprec.checkpoints.schemes.codes import AWQ_ORDER, pack_bytes, pack_words, unpack_bytes, unpack_words
+from jaxlowprec.checkpoints.schemes.codes import AWQ_ORDER, pack_bytes, pack_words, unpack_words, words_across
 from jaxlowprec.checkpoints.schemes.int4 import Int4Groups, decode
 
 
@@ -95,10 +95,9 @@ class AWQ(Int4Groups):
         return QuantizedArray(data, scale, None, zero_point, self.format, shape, dtype, -1, None)
 
     def _write(self, q: QuantizedArray) -> dict[str, np.ndarray]:
-        codes = unpack_bytes(np.asarray(q.data), q.matrix_shape[1])
         zeros = np.full(q.scale.shape, SYMMETRIC_ZERO, np.uint8) if self.symmetric else np.asarray(q.zero_point)
         return {
-            "qweight": pack_words(np.ascontiguousarray(codes.T), AWQ_ORDER),
+            "qweight": words_across(np.asarray(q.data), q.matrix_shape[1], AWQ_ORDER),
             "qzeros": pack_words(np.ascontiguousarray(zeros.T), AWQ_ORDER),
             "scales": np.ascontiguousarray(np.asarray(q.scale).T),
         }

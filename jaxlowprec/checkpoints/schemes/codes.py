@@ -56,6 +56,25 @@ def pack_words(codes: Codes, order: tuple[int, ...] | None = None) -> np.ndarray
     return words_of_bytes(pack_bytes(codes if order is None else _reorder(codes, np.argsort(order))))
 
 
+def words_across(data: np.ndarray, length: int, order: tuple[int, ...]) -> np.ndarray:
+    """[N, B] bytes, rows of `length` codes, as [length, N/8] int32 words, each of one column's codes in eight rows.
+
+    The same as transposing the codes before `pack_words`, but words are transposed, not bytes.
+
+    Arguments:
+        order: the nibble of the word for each of the eight rows.
+    """
+    rows = data.reshape(-1, 8, data.shape[-1])
+    halves = np.zeros((2, rows.shape[0], rows.shape[2]), np.uint32)  # of even and of odd columns
+    for row, nibble in enumerate(order):
+        codes = rows[:, row].astype(np.uint32)
+        halves[0] |= (codes & 15) << 4 * nibble
+        halves[1] |= (codes >> 4) << 4 * nibble
+    words = np.empty((rows.shape[2], 2, rows.shape[0]), np.int32)
+    words[:, 0], words[:, 1] = (half.view(np.int32).T for half in halves)
+    return words.reshape(-1, rows.shape[0])[:length]
+
+
 def unpack_words(words: np.ndarray, length: int, order: tuple[int, ...] | None = None) -> Codes:
     """The inverse: [..., ceil(length/8)] words as [..., length] codes."""
     codes = unpack_bytes(bytes_of_words(words, length), length)

@@ -94,6 +94,7 @@ def test_killed_and_resumed(source, uninterrupted, tmp_path, where, count, finis
     assert contents(destination) == uninterrupted
 
 
+@pytest.mark.slow
 def test_killed_by_somebody_else(source, uninterrupted, tmp_path):
     destination = tmp_path / "low"
     process = subprocess.Popen(

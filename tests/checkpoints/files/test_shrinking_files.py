@@ -74,6 +74,7 @@ def said(tmp_path_factory):
     return json.loads(run_python("-c", SHRINKING, str(source), str(path)).stdout)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("action", ["read", "copy", "convert", "amax", "verify", "inspect"])
 def test_a_file_cut_short_is_an_error_with_its_name(said, action):
     assert "model.safetensors: became shorter while it was read" in said[action]

@@ -107,6 +107,7 @@ def test_a_checkpoint_and_back(tmp_path):
         np.testing.assert_array_equal(tensor, high[name])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("verify", [False, True])
 def test_one_expert_is_in_memory(tmp_path, verify):
     """Converting and decoding take less than a seventh of an array of 64 experts, and so does comparing at the end."""

@@ -3,6 +3,7 @@
 import dataclasses
 
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -93,3 +94,13 @@ def test_among_several_formats():
     mixed = Mixed((ConfigGroup(("a",), schemes.by_name("fp8_block")), ConfigGroup(("b",), FLOAT8)))
     tensors = FLOAT8.compress(weight((16, 256)))
     assert_same_tensors(mixed.store(mixed.load(tensors)), tensors)
+
+
+def test_codes_are_the_rounded_quotients():
+    """Rows of numbers of every exponent whose scale is 1: numpy's cast, with the sign of each zero."""
+    x = np.arange(0, 2**32, 4099 * 7, dtype=np.uint32).view(np.float32)
+    x = x[np.abs(x) <= 448]
+    rows = np.column_stack([np.full(16, 448, np.float32), x[: x.size // 16 * 16].reshape(16, -1)])
+    made = FLOAT8.compress(rows)
+    assert (made["weight_scale"] == 1).all()
+    assert_same_tensors({"weight": made["weight"]}, {"weight": rows.astype(ml_dtypes.float8_e4m3fn)})

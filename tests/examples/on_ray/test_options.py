@@ -40,6 +40,7 @@ def test_an_address_has_a_port(monkeypatch, capsys):
     assert "--ray-address auto: needs HOST:PORT" in said
 
 
+@pytest.mark.slow
 def test_the_default_imports_no_ray():
     code = "import sys, rl_loop; sys.argv[1:] = []; print(rl_loop.arguments().engine, 'ray' in sys.modules)"
     path = f"{python_environment()['PYTHONPATH']}:{EXAMPLES}"

@@ -84,6 +84,7 @@ def assert_same(found, wanted, but=()):
 @by_recipe
 @pytest.mark.parametrize("saved", ["quantized", "recompute"])
 class TestMlp:
+    @pytest.mark.slow
     def test_nnx_loads_separate_layers_and_back(self, recipe, saved):
         with under(recipe):
             separate = SeparateNnx(nnx.Rngs(0), use_bias=True)

@@ -87,11 +87,13 @@ def step(model, variables):
 
 
 class TestModel:
+    @pytest.mark.slow
     def test_variables_are_the_modules_own(self):
         assert_same_bytes(variables_of(jlp.linen.convert(Model(), RULES)), variables_of(Model()))
         expected, actual = (jax.tree.structure(variables_of(m)) for m in (Model(), jlp.linen.convert(Model(), RULES)))
         assert actual == expected
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("rules", [RECIPE, RULES], ids=["recipe", "rules"])
     def test_it_computes_as_with_the_librarys_layers(self, rules):
         variables = variables_of(Model())
@@ -229,6 +231,7 @@ class TestWhatIsLeft:
             jlp.linen.convert(Model(), "nvfp4")
 
 
+@pytest.mark.slow
 def test_decoding_in_a_scan_carries_the_states():
     """`apply` returns what is mutable: with the collection among it, the carry keeps what `init` made."""
     x = random_array((16, 32))

@@ -97,6 +97,7 @@ def test_bits_are_those_of_separate_layers(recipe, kind, layers):
     assert_same_bytes(jax.jit(fused)(given), jax.jit(separate)(given))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("saved", SAVED)
 @pytest.mark.parametrize("recipe", often(["nvfp4"], ["nvfp4", *MX]))
 def test_an_mlp_keeps_what_it_says(recipe, saved):
@@ -142,6 +143,7 @@ class TestTransformations:
     def of_each(self, function, given, x):
         return step(function, given | {"x": x})
 
+    @pytest.mark.slow
     def test_vmap(self, recipe, layers):
         def mapped(function, given):
             return jax.jit(jax.vmap(functools.partial(self.of_each, function, given)))(given["x"])

@@ -135,6 +135,7 @@ def test_an_mlp(recipe, saved, parallelism, axis_type):
     assert moved(found)[1]["all-gather"] <= BATCH * TIME * F // 128
 
 
+@pytest.mark.slow
 @by_axis_type
 @over_parallelisms
 @pytest.mark.parametrize("recipe", often(["nvfp4"], ["nvfp4", "mxfp8"]))
@@ -149,6 +150,7 @@ def test_linears(recipe, parallelism, axis_type):
     check_traffic(found, on_mesh(separate, parallelism, axis_type, dys)[1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("saved", SAVED)
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_shard_map_over_tokens_is_the_loop_over_shards(saved, check_vma):

@@ -117,6 +117,7 @@ class TestWhatRunsAgain:
         "recompute": (11, 9, 2),
     }
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("recipe", [NVFP4, MXFP8], ids=["nvfp4", "mxfp8"])
     def test_a_barrier_parts_both_passes(self, recipe):
         """XLA does not take from the forward pass what the backward pass is to compute again. Under MXFP8 an MLP's

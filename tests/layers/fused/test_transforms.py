@@ -47,6 +47,7 @@ class TestVmap:
     xs, dys = random_array((3, 32, K), seed=51), random_array((3, 32, K), seed=52)
     kernels = [random_array((3, *w.shape), "float32", 53 + i) / 8 for i, w in enumerate(KERNELS)]
 
+    @pytest.mark.slow
     @each_way
     @pytest.mark.parametrize("axes", [(0, None), (None, 0), (0, 0)], ids=["x", "kernels", "both"])
     def test_is_the_loop(self, saved, axes):
@@ -151,12 +152,14 @@ class TestWatching:
         assert_same_bytes(results, expected_results)
         assert_same_telemetry(found, expected, MLP)
 
+    @pytest.mark.slow
     def test_telemetry_changes_no_bits_in_8_bits(self):
         results, found = self.measured(jlp.mlp, saved="8bit")
         expected = jax.jit(jax.value_and_grad(functools.partial(loss, jlp.mlp, saved="8bit")))(KERNELS, X)
         assert_same_bytes(results, expected)
         assert list(found) == sorted(MLP)
 
+    @pytest.mark.slow
     @each_way
     def test_traces(self, saved):
         found, expected = (
@@ -170,6 +173,7 @@ class TestWatching:
         found = jlp.debug.first_bad(functools.partial(loss, jlp.mlp), spoiled)
         assert (found.layer, found.tensor) == ("mlp/up", "weight")
 
+    @pytest.mark.slow
     def test_find_policy(self):
         batches = random_array((2, 32, K), seed=70)
         found = jlp.find_policy(lambda kernels, x: loss(jlp.mlp, kernels, x), KERNELS, batches, NVFP4, 1 / 9)

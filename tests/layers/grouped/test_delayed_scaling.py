@@ -90,6 +90,7 @@ def loop_of_linear(recipe, x, kernels, bias, dy, sizes, state):
 
 
 class TestBits:
+    @pytest.mark.slow
     @by_recipe
     @pytest.mark.parametrize("case", SIZES)
     @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])

@@ -99,6 +99,7 @@ def test_eight_bits_change_gradients_a_little(recipe):
         assert relative_error(actual, like) < 0.3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["nvfp4", "mxfp8"])
 def test_eight_bits_are_what_the_backward_pass_reads(recipe):
     """The gradients are those of products and the activation at gate and up decoded from MXFP8."""
@@ -144,6 +145,7 @@ def test_the_result_has_another_dtype(saved):
     assert_same_bytes(found[0], expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("saved", SAVED)
 def test_loaded_kernels_are_served(saved):
     x, kernels, biases, dy = mlp_operands()

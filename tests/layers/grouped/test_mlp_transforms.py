@@ -41,6 +41,7 @@ def stacked(trees):
     return jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)
 
 
+@pytest.mark.slow
 @each_way
 @pytest.mark.parametrize("axes", [(0, None, 0), (None, 0, None), (0, 0, 0)], ids=["x", "kernels", "all"])
 def test_vmap_is_the_loop(saved, axes):

@@ -100,6 +100,7 @@ class TestLayers:
 
     recipe = jlp.NVFP4BlockScaling()
 
+    @pytest.mark.slow
     def test_nnx(self):
         moe = jlp.nnx.MoE(E, K, F, top_k=2, rngs=nnx.Rngs(0))
         x = mlp_operands()[0]

@@ -82,6 +82,7 @@ class TestGemms:
         for changed in (step(x, w, dy, None, recipe, name="down"), step(2 * x, w, dy, None, recipe, name="up")):
             assert (changed[2] != found[2]).any()
 
+    @pytest.mark.slow
     def test_it_cancels(self):
         x, w, dy = operands((512, 96, 40))
         exact = np.asarray(x, np.float64).T @ np.asarray(dy, np.float64)
@@ -90,6 +91,7 @@ class TestGemms:
                 dw = np.asarray(step(x, w, dy, key, recipe)[2], np.float64)
                 assert np.linalg.norm(dw - exact) < 0.25 * np.linalg.norm(exact)
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("size", [16, 128])
     def test_rows_in_parts_are_those_of_the_matrix(self, size):
         """Signs are those of the layer, not of a part."""

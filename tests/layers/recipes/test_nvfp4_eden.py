@@ -162,6 +162,7 @@ class TestProducts:
             pairs = itertools.combinations([step(RECIPE), other, fixed], 2)
             assert all((a[i] != b[i]).any() for a, b in pairs)
 
+    @pytest.mark.slow
     @pytest.mark.parametrize(
         ("recipe", "errors"),
         often(
@@ -230,6 +231,7 @@ class TestProducts:
         w = jlp.quantize(W, CHOSEN, -1, rotation, "eden", words_of(4), sign_key=dy.signs)
         assert_same_bytes(found[1], jlp.scaled_matmul(dy, w, out_dtype=X.dtype))
 
+    @pytest.mark.slow
     def test_a_kernel_that_is_quantised_once(self):
         """With the layer's key it is what the layer would make; without one its signs and bits are its own."""
         for key in (KEY, None):
@@ -323,6 +325,7 @@ class TestLayers:
         expected = jlp.linear(X, W, recipe=recipe)
         assert_same_bytes([dense.apply({"params": {"kernel": W}}, X), linear(X)], [expected, expected])
 
+    @pytest.mark.slow
     def test_of_experts_have_fixed_signs(self):
         w, sizes = jnp.stack([W, -W]), jnp.array([100, 156], jnp.int32)
 

@@ -116,6 +116,7 @@ class TestRandomBits:
         assert_same_bytes(found[3], found[2])
 
 
+@pytest.mark.slow
 @by_axis_type
 @pytest.mark.parametrize("kind", ["bfloat16", "quantized"])
 def test_data_and_tensor_parallel_at_once(kind, axis_type):
@@ -148,6 +149,7 @@ def test_on_one_device_nothing_changes(recipe, kind):
         assert_same_bytes(actual, expected)
 
 
+@pytest.mark.slow
 def test_under_vmap_scan_and_remat():
     mesh, recipe = mesh_of((8,)), jlp.NVFP4BlockScaling(sums="quantized")
     x, w = random_array((3, T, K), seed=4), random_array((K, N), "float32", seed=2)
@@ -174,6 +176,7 @@ def test_under_vmap_scan_and_remat():
         assert 0.02 < relative(actual, exact) < 0.06
 
 
+@pytest.mark.slow
 def test_an_mlp_that_computes_its_hidden_layer_again():
     """By the same random bits: the gradients are those of an MLP that keeps it."""
     mesh, recipe = mesh_of((8,)), jlp.MXFP8BlockScaling(sums="quantized")
@@ -191,6 +194,7 @@ def test_an_mlp_that_computes_its_hidden_layer_again():
         assert_same_bytes(actual, expected)
 
 
+@pytest.mark.slow
 def test_layers_of_flax_draw_from_their_stream():
     """A recipe that only sums at random takes the key of the RNG stream "sr"."""
     mesh, recipe = mesh_of((8,)), jlp.MXFP8BlockScaling(sums="quantized")

@@ -36,6 +36,7 @@ def decoder(request):
     return tiny.decoder(request.param)
 
 
+@pytest.mark.slow
 def test_greedy_tokens_are_those_of_the_whole_text(decoder):
     written = Generator(decoder, 32)(PROMPTS, COUNT)
     for prompt, tokens, scores in zip(PROMPTS, written.tokens, written.log_probabilities, strict=True):
@@ -65,6 +66,7 @@ def test_a_longer_span_is_compiled_when_it_is_needed(llama, monkeypatch):
     np.testing.assert_allclose(written.log_probabilities[0], expected, atol=BOUND, rtol=0)
 
 
+@pytest.mark.slow
 def test_quantised_kernels_write_what_training_scores(llama, quantized):
     """The log-probabilities of a rollout are those of the trainer's own pass, under the recipe."""
     written = Generator(quantized, 32)(PROMPTS, COUNT, temperature=1.0)
@@ -143,6 +145,7 @@ def test_a_wrong_cache_is_named(llama, places, cache, message):
         Generator(llama, places, cache)
 
 
+@pytest.mark.slow
 def test_a_rollouts_experts_are_replayed_and_new_weights_load():
     """With the experts that wrote the tokens, the trainer's pass has the rollout's log-probabilities."""
     recipe = jlp.Int4QAT(group_size=32)

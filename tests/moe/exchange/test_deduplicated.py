@@ -67,6 +67,7 @@ def in_turn(x, kernels, weights, experts, devices, recipe, wire="rows"):
     return jlp.moe.combine(returned, jnp.ones(where.places.shape, jnp.float32), where)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("ragged_on_cpus")
 @pytest.mark.parametrize("case", often(CASES[:1], CASES))
 @pytest.mark.parametrize("form", FORMS)

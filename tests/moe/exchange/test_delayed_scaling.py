@@ -108,6 +108,7 @@ CASES = [(library, form) for library in LIBRARIES for form in FORMS]
 OFTEN = [("nnx", "sum"), ("linen", "all_to_all"), ("nnx", "deduplicated")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("library", "form"), often(OFTEN, CASES, 2))
 def test_states_are_those_of_one_device(library, form):
     library, (tokens, options), tape = LIBRARIES[library], FORMS[form], tapes("evenly")
@@ -115,6 +116,7 @@ def test_states_are_those_of_one_device(library, form):
     assert_agree(found, states(library, None, None, tape), 2**-4 if form == "deduplicated" else 2**-6)
 
 
+@pytest.mark.slow
 @each_library
 def test_rows_that_travel_as_codes_are_seen_as_they_arrive(library):
     tape, options = tapes("evenly"), {"exchange": "all_to_all", "wire": "codes"}
@@ -126,6 +128,7 @@ def test_rows_that_travel_as_codes_are_seen_as_they_arrive(library):
         assert np.any(ours != theirs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("exchange", ["sum", "all_to_all", "deduplicated"])
 @pytest.mark.parametrize("case", ["evenly", "some in one place"])
 def test_tokens_that_are_split_along_another_axis_are_seen_too(exchange, case):

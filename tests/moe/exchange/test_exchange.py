@@ -90,6 +90,7 @@ def test_a_step_is_that_of_one_device(case, form, devices):
     assert_same_bytes(step(over_devices(mesh_of((devices,)), form=form))(*given), wanted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("factor", [0.1, 1.0, 100])
 @pytest.mark.parametrize("pure", [True, False])
 def test_buffers_of_any_size(factor, pure):
@@ -111,6 +112,7 @@ def test_under_a_recipe(recipe, form):
     np.testing.assert_allclose(of_weights, wanted[-1], rtol=1e-5)  # a sum over features, in an order of XLA's
 
 
+@pytest.mark.slow
 def test_under_scan_remat_and_without_tokens():
     given, _ = expected("even", 4)
     x, kernels, weights, experts = given
@@ -168,6 +170,7 @@ class TestBlocks:
 
         return run
 
+    @pytest.mark.slow
     @each_library
     @pytest.mark.parametrize("exchange", ["all_to_all", "deduplicated"])
     @pytest.mark.parametrize("recipe", [None, jlp.MXFP8BlockScaling()], ids=["bf16", "mxfp8"])
@@ -226,6 +229,7 @@ class TestBlocks:
             wanted = jax.jit(lambda tree, x: alone.apply(tree, x, tape)[0], compiler_options=EXACT)(alone.tree, x)
         self.same_but_for_the_router(y, wanted)
 
+    @pytest.mark.slow
     @each_library
     def test_codes_on_the_wire_keep_the_result(self, library):
         alone, x = library.model(self.block(library), self.x()), self.x()

@@ -105,6 +105,7 @@ def operands(case, devices):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("ragged_on_cpus")
 @pytest.mark.parametrize("case", often(CASES[:1], CASES))
 @pytest.mark.parametrize("form", FORMS)
@@ -120,6 +121,7 @@ def test_a_step(recipe, wire, devices, form, case):
     np.testing.assert_allclose(of_weights, expected_of_weights, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", [MX, BLOCK, None], ids=str)
 def test_codes_that_experts_read_keep_the_result(recipe):
     given = operands("even", 4)
@@ -151,6 +153,7 @@ def test_under_remat_and_scan():
     assert_same_in_remat_and_scan(over_devices(4, MX), operands("even", 4))
 
 
+@pytest.mark.slow
 def test_gradients_of_kernels_are_as_near_as_those_of_whole_rows():
     """Numbers are rounded to as many digits twice, with scales that are powers of two: only tiny ones change again."""
     x, kernels, weights, experts = operands("even", 4)

@@ -138,6 +138,7 @@ class TestProducts:
         amaxes = [row.amax, w.amax] if spec.two_level else []
         return cuda.matmul(spec, None, row.data, row.sizes, row.scale, w.data, w.scale, *amaxes, bias)
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: " by ".join(map(format_name, pair)))
     @by_case
     def test_rows_by_weights(self, pair, case):

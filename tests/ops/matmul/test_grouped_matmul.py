@@ -366,6 +366,7 @@ class TestProducts:
         for found, expected in zip(high_precision(x, w, dy, counts), (y, dw), strict=True):
             np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-4)
 
+    @pytest.mark.slow
     @by_implementation
     def test_batches_of_groups_are_as_one_after_the_other(self, implementation):
         sizes = jnp.array([[3, 0, 20], [30, 1, 1]], jnp.int32)

@@ -156,6 +156,7 @@ class TestLayers:
         variables = layer(None).init(jax.random.key(0), X)
         self.both(lambda precision: lambda x, v: layer(precision).apply(v, x), X, variables)
 
+    @pytest.mark.slow
     @pytest.mark.parametrize(
         "layer",
         [

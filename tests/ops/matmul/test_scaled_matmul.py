@@ -316,6 +316,7 @@ class TestWhatDoesNotChangeTheBytes:
         for columns, part in zip(COLUMNS, parts, strict=True):
             assert_same_bytes(part, whole[:, columns])
 
+    @pytest.mark.slow
     def test_the_number_of_threads(self):
         """XLA's pool has as many as the process may use processors when jax starts."""
         available = sorted(os.sched_getaffinity(0))

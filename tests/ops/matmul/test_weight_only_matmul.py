@@ -244,6 +244,7 @@ class TestWhatChangesNothing:
         for y in some:
             assert_same_bytes(y, whole[: len(y)])
 
+    @pytest.mark.slow
     def test_the_number_of_threads(self):
         code = (
             "import jax.numpy as jnp, jaxlowprec as jlp, hashlib, numpy as np\n"

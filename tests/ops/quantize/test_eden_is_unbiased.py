@@ -60,6 +60,7 @@ def is_unbiased(slope, left):
     return abs(slope - 1) < 3e-4 and left < 1.3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("decoded", [by_library, by_reference])
 @pytest.mark.parametrize("rule", RULES)
 def test_the_mean_of_many_draws_is_the_array(rule, decoded):
@@ -83,6 +84,7 @@ def to_nearest_below(scale, scaled, numbers, bits):
 CORRECTED = eden.corrected_scales
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", [clamped, uncorrected, to_nearest_below])
 def test_a_fault_of_the_correction_is_found(monkeypatch, fault):
     monkeypatch.setattr(reference, "corrected_scales", fault)

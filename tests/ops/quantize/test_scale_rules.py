@@ -215,6 +215,7 @@ def test_stochastic_rounding_is_refused(fmt):
             quantize(x, fmt, rounding="stochastic", key=key)
 
 
+@pytest.mark.slow
 def test_operands_of_different_rules_are_multiplied():
     x, w = random_array((32, 64)), random_array((48, 64), seed=1)
     rules = ("six", *RULES)

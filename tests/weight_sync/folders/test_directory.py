@@ -130,6 +130,7 @@ def test_a_second_trainer_is_refused_and_then_gets_its_turn(tmp_path):
     second.resume(5)
 
 
+@pytest.mark.slow
 def test_what_a_killed_trainer_left_is_removed_by_the_next(tmp_path):
     begin = "from tests.weight_sync.folders.test_directory import begun; begun(sys.argv[1], 1)"
     code = f"import os, sys; {begin}; os.kill(os.getpid(), 9)"

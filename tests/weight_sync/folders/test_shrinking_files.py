@@ -100,6 +100,7 @@ def said(tmp_path_factory):
     return json.loads(run_python("-c", SHRINKING, str(tmp_path_factory.mktemp("shrinking"))).stdout)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["complete", "delta", "base of a delta"])
 def test_a_version_cut_short_while_pulled_is_refused(said, kind):
     message, version, state = said[kind]

@@ -204,6 +204,7 @@ def test_a_weight_that_is_not_finite_is_an_error_that_names_it(scheme, wrong):
         list(WeightSource(tree, MAPPING, scheme, quantize=RULES).arrays())
 
 
+@pytest.mark.slow
 def test_a_tree_of_numpy_arrays_starts_no_backend():
     run_python(
         "-c",
