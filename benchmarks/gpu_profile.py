@@ -154,7 +154,9 @@ def by_ncu(name: str, divide: int) -> list[dict[str, Any]]:
         for section in SECTIONS:
             options += ["--section", section]
         options += ["--metrics", ",".join(METRICS.values())]
+        # ncu saves the memory that a kernel writes before it runs the kernel again: not all of a pool of many GB.
         flags = {"XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_enable_command_buffer="}
+        flags["XLA_PYTHON_CLIENT_ALLOCATOR"] = "platform"
         # Where the driver does not pass the profiler's start on, the library's kernels are told by their namespace.
         for which in (
             ["--profile-from-start", "off"],
