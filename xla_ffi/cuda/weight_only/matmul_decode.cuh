@@ -4,10 +4,11 @@
 // Data flow: the weight is the tensor core's 16-row operand, 16 weight rows by 16 k; x its 8-column one, 8 rows of x. A warp
 // has 16 weight rows and walks along K, 128 k at a time. A lane loads 16 bytes of a weight row, 32 consecutive k, straight
 // into registers, kAhead times 128 k before it works on them: these loads are all that waits for memory. Which k stand where
-// in an mma is free as long as both operands agree: an mma takes, of lane (g, t), the codes 8 j + {i, i + 4, i + 1, i + 5} of
-// its 32, as decoding two codes at a time yields them. The block's warps share 2048 k of x in shared memory, in that order.
-// Tensor cores cut off what they add, so their sums end with the 2048 k and are added up outside. Where there are too few
-// weight rows to fill a GPU, K is split over blocks; their sums meet in the workspace, in a fixed order, by a second kernel.
+// in an mma is free as long as both operands agree: an mma takes, of lane (g, t), the codes 8 j + {i, i + 4, i + 1, i + 5}
+// of its 32, as decoding two codes at a time yields them. The block's warps share 2048 k of x in shared memory, in that
+// order. Tensor cores cut off what they add, so their sums end with the 2048 k and are added up outside. Where there are too
+// few weight rows to fill a GPU, K is split over blocks; their sums meet in the workspace, in a fixed order, by a second
+// kernel.
 //
 // Bytes moved: a weight row's codes and scales once for every 16 rows of x; x once per 128 weight rows (from L2); the result
 // once, and with splits 8 bytes per element and split of the workspace.
