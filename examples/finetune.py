@@ -115,6 +115,9 @@ def check(options: argparse.Namespace) -> None:
         raise ValueError(
             f"--out {options.out}: was begun with other settings ({', '.join(changed)}); use those, or another --out"
         )
+    place = next(path for path in (options.out, *options.out.absolute().parents) if path.exists())
+    if not place.is_dir():
+        raise ValueError(f"--out {options.out}: {place} is not a folder; choose another --out")
     if not file.exists() and options.out.exists() and any(options.out.iterdir()):
         raise ValueError(f"--out {options.out}: holds something that is not a run of finetune.py; choose another --out")
 
@@ -131,7 +134,7 @@ def main() -> None:
     """Loads, trains, exports, loads the export, and generates."""
     options = arguments()
     recipe, wanted = recipe_of(options), nnx.Param
-    decoder = folders.load(options.model, dtype=options.dtype)
+    decoder = loaded(options)
     if options.recipe == "qlora":
         wanted = nnx.LoRAParam
         decoder = decoder if options.quantized else jlp.quantize_params(decoder, jlp.WeightQAT(BASES[options.base]))
@@ -147,6 +150,14 @@ def main() -> None:
     print(f"loss on text that was not trained on: {before:.3f} before, {after:.3f} after")
     write(options, decoder, recipe)
     print(f"\nexport: {options.out / 'export'}\n\n{sample(options)}")
+
+
+def loaded(options: argparse.Namespace) -> Decoder:
+    """The model. Ends the program if its files are missing or wrong: nothing has been written yet."""
+    try:
+        return folders.load(options.model, dtype=options.dtype)
+    except ValueError as error:
+        raise SystemExit(f"finetune.py: error: {error}") from None
 
 
 def recipe_of(options: argparse.Namespace) -> jlp.Recipe | None:
