@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import pathlib
 
 import jax.numpy as jnp
@@ -140,11 +141,16 @@ def main() -> None:
         decoder = decoder if options.quantized else jlp.quantize_params(decoder, jlp.WeightQAT(BASES[options.base]))
         decoder = jlp.nnx.add_lora(decoder, options.rank, alpha=options.alpha, rngs=nnx.Rngs(options.seed))
     print(f"{jlp.explain(decoder, recipe)}\n")
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / SETTINGS).write_text(json.dumps(settings(options), indent=2) + "\n")
     schedule = Schedule(options.steps, options.learning_rate, options.batch, options.seed, options.checkpoint_every)
     batches = Batches(options.encoded, options.batch, options.context, options.seed)
     before = finetuning.validation_loss(decoder, recipe, batches)
+    if not math.isfinite(before):
+        raise SystemExit(
+            f"finetune.py: error: --model {options.model}: its loss on the text is {before} before training; needs "
+            "weights without NaN and infinity, and, if they have none, --dtype float32"
+        )
+    options.out.mkdir(parents=True, exist_ok=True)
+    (options.out / SETTINGS).write_text(json.dumps(settings(options), indent=2) + "\n")
     finetuning.train(decoder, wanted, recipe, batches, schedule, options.out)
     after = finetuning.validation_loss(decoder, recipe, batches)
     print(f"loss on text that was not trained on: {before:.3f} before, {after:.3f} after")

@@ -103,6 +103,7 @@ def claimed(destination: pathlib.Path, wanted: dict[str, Any]) -> Iterator[bool]
 
 def _give_up_empty(destination: pathlib.Path, made: bool) -> None:
     """Removes the manifest if the folder holds nothing else; also the folder, if it was made for this conversion."""
+    remove_temporaries(destination)
     if [path.name for path in destination.iterdir()] == [MANIFEST]:
         (destination / MANIFEST).unlink()
         if made:
