@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import pathlib
 
 import jax.numpy as jnp
@@ -115,6 +116,9 @@ def check(options: argparse.Namespace) -> None:
         raise ValueError(
             f"--out {options.out}: was begun with other settings ({', '.join(changed)}); use those, or another --out"
         )
+    place = next(path for path in (options.out, *options.out.absolute().parents) if path.exists())
+    if not place.is_dir():
+        raise ValueError(f"--out {options.out}: {place} is not a folder; choose another --out")
     if not file.exists() and options.out.exists() and any(options.out.iterdir()):
         raise ValueError(f"--out {options.out}: holds something that is not a run of finetune.py; choose another --out")
 
@@ -131,22 +135,35 @@ def main() -> None:
     """Loads, trains, exports, loads the export, and generates."""
     options = arguments()
     recipe, wanted = recipe_of(options), nnx.Param
-    decoder = folders.load(options.model, dtype=options.dtype)
+    decoder = loaded(options)
     if options.recipe == "qlora":
         wanted = nnx.LoRAParam
         decoder = decoder if options.quantized else jlp.quantize_params(decoder, jlp.WeightQAT(BASES[options.base]))
         decoder = jlp.nnx.add_lora(decoder, options.rank, alpha=options.alpha, rngs=nnx.Rngs(options.seed))
     print(f"{jlp.explain(decoder, recipe)}\n")
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / SETTINGS).write_text(json.dumps(settings(options), indent=2) + "\n")
     schedule = Schedule(options.steps, options.learning_rate, options.batch, options.seed, options.checkpoint_every)
     batches = Batches(options.encoded, options.batch, options.context, options.seed)
     before = finetuning.validation_loss(decoder, recipe, batches)
+    if not math.isfinite(before):
+        raise SystemExit(
+            f"finetune.py: error: --model {options.model}: its loss on the text is {before} before training; needs "
+            "weights without NaN and infinity, and, if they have none, --dtype float32"
+        )
+    options.out.mkdir(parents=True, exist_ok=True)
+    (options.out / SETTINGS).write_text(json.dumps(settings(options), indent=2) + "\n")
     finetuning.train(decoder, wanted, recipe, batches, schedule, options.out)
     after = finetuning.validation_loss(decoder, recipe, batches)
     print(f"loss on text that was not trained on: {before:.3f} before, {after:.3f} after")
     write(options, decoder, recipe)
     print(f"\nexport: {options.out / 'export'}\n\n{sample(options)}")
+
+
+def loaded(options: argparse.Namespace) -> Decoder:
+    """The model. Ends the program if its files are missing or wrong: nothing has been written yet."""
+    try:
+        return folders.load(options.model, dtype=options.dtype)
+    except ValueError as error:
+        raise SystemExit(f"finetune.py: error: {error}") from None
 
 
 def recipe_of(options: argparse.Namespace) -> jlp.Recipe | None:

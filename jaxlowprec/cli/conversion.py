@@ -57,7 +57,9 @@ def show(report: Report, options: argparse.Namespace) -> int:
 
 def render(report: Report, options: argparse.Namespace) -> list[str]:
     """A report as lines of text."""
-    verb = "would change" if options.dry_run else "changed"
+    verb, left = "would change" if options.dry_run else "changed", "left alone"
+    if is_gguf(options.source):  # no codes are made: some are kept, and the rest is decoded
+        verb, left = "would keep the codes of" if options.dry_run else "kept the codes of", "in high precision"
     lines = [
         f"{report.scheme}: {verb} {len(report.changed)} weights; {readable(report.source_bytes)} -> "
         f"{readable(report.output_bytes)}"
@@ -67,7 +69,7 @@ def render(report: Report, options: argparse.Namespace) -> list[str]:
     if options.dry_run:
         lines += [f"  {module}" for module in report.changed]
     if report.left:
-        lines.append(f"left alone: {len(report.left)} matrices")
+        lines.append(f"{left}: {len(report.left)} matrices")
         if options.dry_run:
             lines += [f"  {entry.module}  ({entry.reason})" for entry in report.left]
         else:

@@ -81,6 +81,8 @@ def _report(options: argparse.Namespace) -> convert.Report:
     calibration = _calibration(options)
     if conversion.is_gguf(options.source):
         _refuse_rules(options, "from GGUF codes are kept as they are; `dequantize` decodes them")
+        if conversion.is_gguf(options.destination):
+            raise CheckpointError(f"{options.destination}: both are GGUF files; from GGUF needs the path of a folder")
         return import_gguf(options.source, options.destination, run=run)
     if conversion.is_gguf(options.destination):
         if name is None:

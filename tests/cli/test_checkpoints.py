@@ -83,9 +83,10 @@ def test_options_reach_the_conversion(capsys, source, tmp_path):
         (["convert", "SRC", "DST", "--scheme", "nvfp4", "--group-size", "32"], "nvfp4 has groups of 16"),
         (["convert", "SRC", "DST", "--scheme", "mxfp4", "--workers", "0"], "workers=0; needs 1 or more"),
         (["convert", "SRC", "DST", "--scheme", "mxfp4", "--ignore", "re:("], "not a valid regular expression"),
-        (["convert", "NONE", "DST", "--scheme", "mxfp4"], "no such file"),
+        (["convert", "NONE", "DST", "--scheme", "mxfp4"], "no such folder; needs a folder with"),
+        (["convert", "FILE", "DST", "--scheme", "mxfp4"], "config.json: is a file; needs a folder with"),
         (["convert", "SRC", "SRC", "--scheme", "mxfp4"], "lies in the source"),
-        (["dequantize", "SRC", "DST"], "no quantization_config"),
+        (["dequantize", "SRC", "DST"], "no quantization_config, so the weights are not quantised"),
         (["inspect", "NONE"], "no such folder"),
         (["inspect", "SRC", "--plot", "x.png"], "give --reference"),
         (["inspect", "SRC", "--workers", "0"], "needs 1 or more"),
@@ -93,7 +94,7 @@ def test_options_reach_the_conversion(capsys, source, tmp_path):
     ],
 )
 def test_an_error_is_one_line_and_status_2(capsys, source, tmp_path, arguments, message):
-    names = {"SRC": source, "DST": tmp_path / "low", "NONE": tmp_path / "none"}
+    names = {"SRC": source, "DST": tmp_path / "low", "NONE": tmp_path / "none", "FILE": source / "config.json"}
     out, err = command(capsys, *(names.get(a, a) for a in arguments), status=2)
     assert not out and err.startswith(f"jaxlowprec {arguments[0]}: ") and err.count("\n") == 1 and message in err
 

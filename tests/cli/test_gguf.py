@@ -19,7 +19,8 @@ def test_there_and_back(capsys, source, tmp_path):
     assert "GGUF Q4_0: changed 14 weights" in out and "verified: 21 tensors" in out and "wrote 1 file" in out
     assert "warning: no tokenizer is written" in err
     out, _ = command(capsys, "convert", tmp_path / "a.gguf", tmp_path / "back", "--verify")
-    assert "GGUF to w4a16: changed 14 weights" in out and "BF16 as bfloat16" in out
+    assert "GGUF to w4a16: kept the codes of 14 weights" in out
+    assert "in high precision: 2 matrices\n  2 BF16 as bfloat16" in out
     command(capsys, "convert", tmp_path / "back", tmp_path / "b.gguf")
     assert "Q4_0: 14" in command(capsys, "inspect", tmp_path / "b.gguf").out
     command(capsys, "dequantize", tmp_path / "a.gguf", tmp_path / "plain", "--dtype", "float16")
@@ -47,6 +48,10 @@ REFUSED = {
     "a scheme from GGUF": (("convert", "x.gguf", "back", "--scheme", "nvfp4"), "--scheme does nothing here"),
     "no scheme": (("convert", "source", "low"), "--scheme is missing; needs one of w4a16"),
     "no exact form": (("convert", "source", "a.gguf", "--scheme", "nvfp4"), "nvfp4 has no exact form in GGUF"),
+    "from GGUF to GGUF": (
+        ("convert", "x.gguf", "y.gguf"),
+        "y.gguf: both are GGUF files; from GGUF needs",
+    ),
     "other groups": (
         ("convert", "source", "a.gguf", "--scheme", "w4a16", "--group-size", "64"),
         "groups of 64 has no exact",

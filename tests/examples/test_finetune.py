@@ -2,6 +2,7 @@
 
 import json
 import pathlib
+import shutil
 import sys
 
 import finetune
@@ -14,6 +15,7 @@ from lm import finetuning
 import jaxlowprec as jlp
 from jaxlowprec.checkpoints.decoders import exports, folders
 from jaxlowprec.checkpoints.files.folder import CheckpointFolder
+from tests.checkpoints.small_models import read_config, write_checkpoint
 from tests.models.decoder import tiny
 
 OPTIONS = ("--steps", "4", "--batch", "2", "--context", "16", "--checkpoint-every", "2", "--tokens", "3")
@@ -209,6 +211,33 @@ def test_a_foreign_folder_is_not_touched(models, text, tmp_path, refused_by):
     (tmp_path / "mine.txt").write_text("x")
     command = ("--model", models("llama3"), "--text", text, "--out", tmp_path, *OPTIONS, *INT4)
     assert "holds something that is not a run of finetune.py" in refused_by(finetune.main, *command)
+
+
+@pytest.mark.parametrize("out", ["file", "file/run"])
+def test_a_file_in_place_of_the_output_folder_is_named(models, text, tmp_path, refused_by, out):
+    (tmp_path / "file").write_text("x")
+    command = ("--model", models("llama3"), "--text", text, "--out", tmp_path / out, *OPTIONS, *INT4)
+    assert f"{tmp_path / 'file'} is not a folder; choose another --out" in refused_by(finetune.main, *command)
+
+
+def test_a_model_that_computes_nan_is_refused(models, text, tmp_path, refused_by):
+    weights, name = tensors(models("llama3")), "model.layers.0.mlp.up_proj.weight"
+    weights[name] = np.full_like(weights[name], np.nan)
+    model = write_checkpoint(tmp_path / "model", weights, config=read_config(models("llama3")))
+    command = ("--model", model, "--text", text, "--out", tmp_path / "out", *OPTIONS, *INT4)
+    (model / "tokenizer.json").unlink()
+    assert "its loss on the text is nan before training" in refused_by(finetune.main, *command)
+    assert not (tmp_path / "out").exists()
+
+
+def test_weights_that_are_cut_off_are_named_in_one_line(models, text, tmp_path, refused_by):
+    model, out = shutil.copytree(models("llama3"), tmp_path / "model"), tmp_path / "out"
+    weights = model / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1000])
+    command = ("--model", model, "--text", text, "--out", out, *OPTIONS, *INT4)
+    said = refused_by(finetune.main, *command)
+    assert said.startswith("finetune.py: error: ") and "model.safetensors: the file is truncated" in said
+    assert not out.exists()
 
 
 def test_other_settings_are_refused(models, text, tmp_path, refused_by):

@@ -25,6 +25,7 @@ from jaxlowprec.checkpoints.calibration.text import Rows, rows_of
 from jaxlowprec.checkpoints.conversion.calibrating import Calibrated
 from jaxlowprec.checkpoints.conversion.plan import Arrays, Job, Plan
 from jaxlowprec.checkpoints.errors import CheckpointError
+from jaxlowprec.checkpoints.files.dtypes import HIGH_PRECISION
 from jaxlowprec.checkpoints.files.folder import CheckpointFolder
 from jaxlowprec.checkpoints.files.safetensors_file import SafetensorsFile, SafetensorsWriter
 from jaxlowprec.checkpoints.files.safetensors_header import TensorSpec
@@ -100,7 +101,7 @@ class _Work:
     """
 
     def __init__(self, plan: Plan, source: CheckpointFolder, destination: pathlib.Path, prepared: _Prepared):
-        self._destination, self._prepared = destination, prepared
+        self._source, self._destination, self._prepared = source, destination, prepared
         self._layers, self._jobs = LayerSource(source, prepared.config), _quantising(plan)
         self.files: dict[str, SafetensorsFile] = {}
         self._errors: list[float] = []
@@ -132,6 +133,8 @@ class _Work:
                 continue
             name = f"{module}.weight"
             weight, found = self._layers.read(name), moments.of(name, inputs)
+            if found is not None and not (all_finite(found.moments) and np.isfinite(found.amax)):
+                raise CheckpointError(_not_finite(self._source, module))
             tensors = _chosen(job, weight, found, self._prepared.method, factors)
             assert job.decode is not None
             decoded[name] = job.decode(tensors)
@@ -198,6 +201,14 @@ class _Moments:
             assert expert is not None
             sums, count = sums[int(expert[2])], count[int(expert[2])]
         return Read(sums / np.float32(count), float(amax)) if count > 0 else None
+
+
+def _not_finite(source: CheckpointFolder, module: str) -> str:
+    """Why a linear reads numbers that are not finite: the first tensor that holds such numbers, if there is one."""
+    for name in source.shard_of:
+        if source.spec(name).dtype in HIGH_PRECISION and not all_finite(source.read(name)):
+            return f"{source.path}: tensor {name!r} holds NaN or infinity; calibration needs a model that computes"
+    return f"{source.path}: calibration: what {module!r} reads is beyond float32; needs a model that computes"
 
 
 def _chosen(job: Job, weight: np.ndarray, read: Read | None, method: Method, factors: Factors) -> Arrays:

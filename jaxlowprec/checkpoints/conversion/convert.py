@@ -22,7 +22,7 @@ from jaxlowprec.checkpoints.conversion.resume import check_apart, check_claim, c
 from jaxlowprec.checkpoints.conversion.rules import Rules
 from jaxlowprec.checkpoints.errors import CheckpointError
 from jaxlowprec.checkpoints.files.config import deployment_dtype
-from jaxlowprec.checkpoints.files.folder import CONFIG_FILE, CheckpointFolder, write_index
+from jaxlowprec.checkpoints.files.folder import CONFIG_FILE, CheckpointFolder, require_folder, write_index
 from jaxlowprec.checkpoints.files.other_files import copy_files, other_files, own_files
 from jaxlowprec.checkpoints.files.source_links import real_path
 from jaxlowprec.checkpoints.files.written_whole import read_json_object, write_json
@@ -126,6 +126,7 @@ def scheme_for(source: Path, name: str, *, group_size: int | None = None, static
     Raises:
         CheckpointError: the scheme does not have this group size, or the folder has no config.
     """
+    require_folder(pathlib.Path(source))
     config = read_json_object(pathlib.Path(source) / CONFIG_FILE)
     options = {"scale_dtype": deployment_dtype(config)} if name.startswith("w4a16") else {}
     try:

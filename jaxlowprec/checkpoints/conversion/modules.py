@@ -121,6 +121,10 @@ def scheme_of(source: CheckpointFolder) -> Scheme:
     config = source.config()
     if quantization_of(config) is None and (source.path / MODELOPT_FILE).is_file():
         file, config = MODELOPT_FILE, read_json_object(source.path / MODELOPT_FILE)
+    if file == CONFIG_FILE and quantization_of(config) is None:
+        raise CheckpointError(
+            f"{source.path / file}: has no quantization_config, so the weights are not quantised; nothing to decode"
+        )
     try:
         return from_config(config)
     except ValueError as error:

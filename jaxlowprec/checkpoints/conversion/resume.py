@@ -65,12 +65,14 @@ def claimed(destination: pathlib.Path, wanted: dict[str, Any]) -> Iterator[bool]
     """Claims a destination for one conversion: a new or empty folder, or one that the same conversion left unfinished.
 
     Yields whether an unfinished conversion is continued. Leftovers of killed writers are removed first. The manifest is
-    removed when the block ends, and stays when the block raises.
+    removed when the block ends, and stays when the block raises, unless that is a CheckpointError and nothing has been
+    written: then another conversion may have the folder, and a folder that was made here is removed.
 
     Raises:
         CheckpointError: the folder holds anything else, or links, also at the end; or another process is working in it.
     """
     check_claim(destination, wanted)
+    made = not destination.exists()
     destination.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(destination, os.O_RDONLY)
     try:
@@ -84,7 +86,12 @@ def claimed(destination: pathlib.Path, wanted: dict[str, Any]) -> Iterator[bool]
         require_plain(destination)
         if not resumed:
             write_json(destination / MANIFEST, wanted)
-        yield resumed
+        try:
+            yield resumed
+        except CheckpointError:
+            if not resumed:
+                _give_up_empty(destination, made)
+            raise
         remove_temporaries(destination)
         require_plain(destination)
         (destination / MANIFEST).unlink()
@@ -92,6 +99,15 @@ def claimed(destination: pathlib.Path, wanted: dict[str, Any]) -> Iterator[bool]
             os.fsync(descriptor)
     finally:
         os.close(descriptor)  # also releases the lock
+
+
+def _give_up_empty(destination: pathlib.Path, made: bool) -> None:
+    """Removes the manifest if the folder holds nothing else; also the folder, if it was made for this conversion."""
+    remove_temporaries(destination)
+    if [path.name for path in destination.iterdir()] == [MANIFEST]:
+        (destination / MANIFEST).unlink()
+        if made:
+            destination.rmdir()
 
 
 def check_claim(destination: pathlib.Path, wanted: dict[str, Any]) -> bool:

@@ -80,7 +80,9 @@ def encoded_file(file: pathlib.Path, tokens: Tokens, vocabulary: int, least: int
     """
     try:
         text = file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
+        raise ValueError(f"{file}: {error.strerror}; needs a text file in UTF-8") from None
+    except UnicodeDecodeError as error:
         raise ValueError(f"{file}: {error}; needs a text file in UTF-8") from None
     found = np.asarray(tokens.encode(text), np.int32)
     if found.size < least:

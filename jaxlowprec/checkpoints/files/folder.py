@@ -18,6 +18,15 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 CONFIG_FILE = "config.json"
 
+_SAVE_AGAIN = "only safetensors are read; load the model in transformers, and save it with save_pretrained"
+_REMEDIES = {
+    ".safetensors": f"needs {INDEX_FILE} beside several files, or one file with the name {SINGLE_FILE}",
+    ".bin": _SAVE_AGAIN,
+    ".pth": _SAVE_AGAIN,
+    ".pt": _SAVE_AGAIN,
+    ".gguf": "give the path of that file",
+}
+
 _LONGEST_NAME = 255  # bytes: the limit of file systems
 
 
@@ -36,15 +45,14 @@ class CheckpointFolder:
 
     def __init__(self, path: str | os.PathLike[str]):
         self.path = pathlib.Path(path)
-        if not self.path.is_dir():
-            raise CheckpointError(f"{self.path}: no such folder; needs one with {SINGLE_FILE} or {INDEX_FILE}")
+        require_folder(self.path)
         self.indexed = (self.path / INDEX_FILE).exists()
         weight_map = read_index(self.path / INDEX_FILE) if self.indexed else None
         names = sorted(set(weight_map.values())) if weight_map is not None else [SINGLE_FILE]
         for name in names:
             if not (self.path / name).is_file():
-                listed = f"{INDEX_FILE} names it" if self.indexed else "and the folder has no index"
-                raise CheckpointError(f"{self.path / name}: no such file ({listed})")
+                why = f"{INDEX_FILE} names it" if self.indexed else f"and the folder has no index{_others(self.path)}"
+                raise CheckpointError(f"{self.path / name}: no such file ({why})")
         self.shards: dict[str, SafetensorsFile] = {}
         try:
             for name in names:
@@ -130,6 +138,21 @@ class LazyTensors(Mapping[str, np.ndarray]):
 
     def __len__(self) -> int:
         return len(self._folder.shard_of)
+
+
+def require_folder(path: pathlib.Path) -> None:
+    """Raises CheckpointError unless a path is that of a folder."""
+    if not path.is_dir():
+        found = "is a file" if path.exists() else "no such folder"
+        raise CheckpointError(f"{path}: {found}; needs a folder with {SINGLE_FILE} or {INDEX_FILE}")
+
+
+def _others(path: pathlib.Path) -> str:
+    """Of a folder without safetensors files that can be read: the weights in it, and what to do with them."""
+    for suffix, remedy in _REMEDIES.items():
+        if found := sorted(file.name for file in path.glob(f"*{suffix}")):
+            return f", but {found[0]}: {remedy}"
+    return ""
 
 
 def read_index(path: pathlib.Path) -> dict[str, str]:

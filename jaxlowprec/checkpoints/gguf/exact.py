@@ -51,8 +51,8 @@ def type_of_scheme(scheme: Scheme) -> BlockType:
         return TYPES["Q4_0"]
     size = f" with groups of {scheme.group_size}" if isinstance(scheme, PackedInt4) else ""
     raise CheckpointError(
-        f"{scheme.name}{size} has no exact form in GGUF: {_FITS}; run `jaxlowprec dequantize`, and convert the result "
-        "with --scheme w4a16 or mxfp4"
+        f"{scheme.name}{size} has no exact form in GGUF: {_FITS}; convert weights in high precision (of a quantised "
+        "folder, what `jaxlowprec dequantize` gives) with --scheme w4a16 or mxfp4"
     )
 
 

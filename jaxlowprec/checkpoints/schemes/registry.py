@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 from jaxlowprec.checkpoints.schemes.awq import AWQ
@@ -56,11 +57,12 @@ def by_name(name: str, *, group_size: int | None = None, **options: Any) -> Sche
     if name not in _SCHEMES:
         raise ValueError(f"schemes.by_name: no scheme {name!r}; there are {', '.join(NAMES)}")
     scheme = _SCHEMES[name]
-    fields = scheme.__dataclass_fields__
+    fields = [field.name for field in dataclasses.fields(scheme)]  # type: ignore[arg-type]
     if group_size is not None and "group_size" in fields:
         options["group_size"] = group_size
     if unknown := sorted(set(options) - set(fields)):
-        raise ValueError(f"schemes.by_name: {name} has no option {', '.join(unknown)}; it has {', '.join(fields)}")
+        known = ", ".join(fields) or "none"
+        raise ValueError(f"schemes.by_name: {name} has no option {', '.join(unknown)}; its options: {known}")
     made = scheme(**options)
     if getattr(made, "group_size", None) == -1 or group_size is None:
         return made

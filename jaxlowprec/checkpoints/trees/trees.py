@@ -78,13 +78,17 @@ def load(folder: Folder, like: Any, mapping: TreeMapping, *, scheme: Scheme | No
         scheme: the format of quantised weights. None: the one that the checkpoint's config names.
 
     Raises:
-        CheckpointError: files are missing or wrong.
-        ValueError: see `TreeMapping.from_tensors` and `schemes.from_config`.
+        CheckpointError: files are missing or wrong; see also `TreeMapping.from_tensors` and `schemes.from_config`.
     """
     with CheckpointFolder(folder) as source:
-        if scheme is None and (quantization := quantization_of(source.config())):
-            scheme = from_config(quantization)
-        return mapping.from_tensors(LazyTensors(source), like, scheme)
+        try:
+            if scheme is None and (quantization := quantization_of(source.config())):
+                scheme = from_config(quantization)
+            return mapping.from_tensors(LazyTensors(source), like, scheme)
+        except CheckpointError:
+            raise
+        except ValueError as error:
+            raise CheckpointError(f"{source.path}: {error}") from error
 
 
 def _spec(tensor: np.ndarray) -> TensorSpec:

@@ -126,7 +126,7 @@ class DecoderConfig:
         file = pathlib.Path(folder) / CONFIG
         try:
             content = json.loads(file.read_text())
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             raise ValueError(f"{folder}: has no {CONFIG}; needs a Hugging Face model folder") from None
         except (OSError, ValueError) as error:
             raise ValueError(f"{file}: {error}; needs a JSON object") from None

@@ -60,6 +60,16 @@ def test_the_result_is_a_checkpoint_of_the_scheme(model, text, tmp_path, name, g
     dequantize(tmp_path / "made", tmp_path / "back")
 
 
+@pytest.mark.parametrize("name", ["model.layers.0.mlp.up_proj.weight", "model.layers.0.input_layernorm.weight"])
+def test_a_tensor_that_is_not_finite_is_named_and_nothing_is_left(model, text, tmp_path, name):
+    tensors = dict(read_tensors(model))
+    tensors[name] = np.full_like(tensors[name], np.nan)
+    (write_checkpoint(tmp_path / "model", tensors, config=read_config(model)) / "tokenizer.json").unlink()
+    with pytest.raises(CheckpointError, match=f"tensor '{name}' holds NaN or infinity"):
+        calibrated(tmp_path / "model", text, tmp_path / "made", "nvfp4")
+    assert not (tmp_path / "made").exists()
+
+
 def test_static_scales_are_the_largest_activations(model, text, tmp_path):
     calibrated(model, text, tmp_path / "made", "fp8_tensor")
     made = read_tensors(tmp_path / "made")

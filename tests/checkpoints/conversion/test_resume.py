@@ -149,6 +149,34 @@ def test_a_disk_that_fails_leaves_what_was_finished(source, uninterrupted, tmp_p
     assert contents(tmp_path / "low") == uninterrupted
 
 
+@pytest.mark.parametrize("made_before", [False, True])
+def test_a_conversion_that_is_refused_before_it_writes_leaves_nothing(source, tmp_path, monkeypatch, made_before):
+    destination = tmp_path / "low"
+    if made_before:
+        destination.mkdir()
+
+    def refuse(*_):
+        raise CheckpointError("only 5 are free")
+
+    monkeypatch.setattr("jaxlowprec.checkpoints.conversion.engine._require_space", refuse)
+    with pytest.raises(CheckpointError, match="only 5 are free"):
+        convert(source, destination, NVFP4)
+    assert destination.exists() == made_before and not contents_now(destination)
+    monkeypatch.undo()
+    convert(source, destination, schemes.by_name("mxfp4"))  # another conversion may have the folder
+
+
+def test_what_was_finished_stays_when_it_is_refused(source, unfinished, monkeypatch):
+    def refuse(*_):
+        raise CheckpointError("only 5 are free")
+
+    before = contents(unfinished)
+    monkeypatch.setattr("jaxlowprec.checkpoints.conversion.engine._require_space", refuse)
+    with pytest.raises(CheckpointError, match="only 5 are free"):
+        convert(source, unfinished, NVFP4)
+    assert contents(unfinished) == before
+
+
 def test_leftovers_are_removed(source, unfinished, uninterrupted):
     (unfinished / (TEMPORARY_PREFIX + SHARDS[2])).write_bytes(b"half")
     (unfinished / (TEMPORARY_PREFIX + "what-nobody-writes-again")).write_bytes(b"half")

@@ -135,3 +135,19 @@ def test_what_is_no_index(folder, text):
 def test_no_checkpoint_at_all(tmp_path):
     fails(tmp_path / "none", "no such folder")
     fails(tmp_path, "model.safetensors: no such file .*the folder has no index")
+    (tmp_path / "file").write_text("x")
+    fails(tmp_path / "file", "file: is a file; needs a folder")
+
+
+@pytest.mark.parametrize(
+    ("name", "remedy"),
+    [
+        ("pytorch_model.bin", "only safetensors are read; .*save_pretrained"),
+        ("weights.pt", "only safetensors are read"),
+        ("model-00001-of-00002.safetensors", "needs model.safetensors.index.json beside several files"),
+        ("model.gguf", "give the path of that file"),
+    ],
+)
+def test_weights_that_are_not_read_are_named_with_a_remedy(tmp_path, name, remedy):
+    (tmp_path / name).write_text("x")
+    fails(tmp_path, f"the folder has no index, but {name}: {remedy}")

@@ -203,8 +203,10 @@ class TestByName:
             schemes.by_name("int4")
 
     def test_unknown_option(self):
-        with pytest.raises(ValueError, match="nvfp4 has no option symmetric"):
+        with pytest.raises(ValueError, match="nvfp4 has no option symmetric; its options: nearest_amax, scale_rule$"):
             schemes.by_name("nvfp4", symmetric=True)
+        with pytest.raises(ValueError, match="w4a16 has no option required; its options: group_size, scale_dtype$"):
+            schemes.by_name("w4a16", required=())
 
     def test_group_size_of_formats_that_fix_it(self):
         assert schemes.by_name("nvfp4", group_size=16) == schemes.by_name("nvfp4")

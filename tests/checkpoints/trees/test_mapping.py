@@ -344,6 +344,12 @@ class TestFolders:
         assert_same_bytes(state, nnx.state(model, nnx.Param))
         assert {path.name for path in folder.iterdir()} == {"config.json", "model.safetensors"}
 
+    def test_an_error_names_the_folder(self, tmp_path):
+        trees.save(tmp_path / "a", demo(), DEMO, {})
+        other = TreeMapping((Rule("head.kernel", "head.weight"),))
+        with pytest.raises(CheckpointError, match=f"^{tmp_path / 'a'}: from_tensors: missing tensors: head.weight"):
+            trees.load(tmp_path / "a", {"head": {"kernel": jnp.ones((2, 2))}}, other)
+
     def test_the_config_names_what_is_not_quantised(self, tmp_path):
         scheme = schemes.by_name("w4a16")
         trees.save(tmp_path / "a", quantize_blocks(demo(), scheme), DEMO, {}, scheme=scheme)

@@ -44,6 +44,12 @@ def test_a_broken_config_is_named(tmp_path, content, message):
         folders.load(tmp_path)
 
 
+def test_a_file_in_place_of_a_folder_is_named(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"config.json: has no config.json; needs a Hugging Face model folder"):
+        folders.load(tmp_path / "config.json")
+
+
 def test_windows_are_those_of_the_layers():
     found = DecoderConfig.of(tiny.config("qwen2-window"))
     assert found.windows == (None, 5)
