@@ -144,6 +144,15 @@ class QuantizedArray:
             raise ValueError(f"QuantizedArray.mT: shape {self.shape} is a vector; a matrix transpose needs two axes")
         return dataclasses.replace(self, matrix_shape=self.matrix_shape[::-1], axis=-3 - self.axis)
 
+    def __getitem__(self, index: Any) -> QuantizedArray:
+        """The whole array for `...`, as in `layer.kernel[...]` of an `nnx.Param`; a TypeError for any part of it."""
+        if index is Ellipsis:
+            return self
+        raise TypeError(
+            f"QuantizedArray: [{index!r}] would take a part of what blocks share scales in; only [...] is the whole; "
+            "decode it first: q.dequantize()[index]"
+        )
+
     def dequantize(self, dtype: Any = None) -> jax.Array:
         """See `jaxlowprec.dequantize`."""
         from jaxlowprec.ops.dequantize.api import dequantize  # the op builds on this class

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxlowprec as jlp
@@ -178,6 +179,14 @@ class TestStructure:
         q = quantize(random_array((16, 32)))
         assert_same(copy.deepcopy(q), q)
         assert_same(jax.device_get(q), q)
+
+    def test_a_param_gives_it_whole_and_no_part_of_it(self):
+        q = jlp.quantize(random_array((32, 64)), jlp.NVFP4())
+        assert q[...] is q
+        assert_same_bytes(nnx.Param(q)[...].data, q.data)
+        for index in (0, slice(2), (..., 0)):
+            with pytest.raises(TypeError, match=r"only \[...\] is the whole; decode it first"):
+                q[index]
 
 
 class TestTransformations:
