@@ -89,6 +89,10 @@ def arguments() -> argparse.Namespace:
         parser.error("--seed needs 0 or more")
     if not options.learning_rate > 0 or not options.kl >= 0 or not 0 < options.timeout < float("inf"):
         parser.error("--learning-rate and --timeout need more than 0, --kl 0 or more")
+    if options.damage_version is not None and not 1 <= options.damage_version <= options.iterations:
+        parser.error(f"--damage-version {options.damage_version}: needs 1 to --iterations, {options.iterations}")
+    if fault := why_not_a_folder(options.out):
+        parser.error(f"--out {options.out}: {fault}; needs a folder that can be written")
     if options.engine == "process":
         for name in ("rollouts", "ray_address"):
             if getattr(options, name) != parser.get_default(name):
@@ -101,6 +105,15 @@ def arguments() -> argparse.Namespace:
     if options.rollouts > options.prompts:
         parser.error(f"--rollouts {options.rollouts}: needs at most as many as --prompts, {options.prompts}")
     return options
+
+
+def why_not_a_folder(path: pathlib.Path) -> str | None:
+    """Makes a folder, so that a run does not end without a place for its report; returns what is wrong, if anything."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        return error.strerror or str(error)
+    return None if os.access(path, os.W_OK | os.X_OK) else "it cannot be written to"
 
 
 def planned(options: argparse.Namespace) -> Plan:
@@ -124,6 +137,8 @@ def train(plan: Plan, options: argparse.Namespace) -> list[dict[str, Any]]:
         checkpoints = Checkpoints(options.out / "checkpoints")
         if records := checkpoints.restore(training):
             print(f"going on after iteration {len(records)}", flush=True)
+        elif options.resume:
+            print(f"no checkpoint in {options.out}: the run begins with iteration 1", flush=True)
     with Rollout(plan.config, options.timeout, options.damage_version) as engine, Progress(plan.iterations) as progress:
         print(f"rollout: process {engine.process.pid}, listening at {engine.address}", flush=True)
         for version in range(len(records) + 1, plan.iterations + 1):

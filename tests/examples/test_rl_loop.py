@@ -150,6 +150,9 @@ def test_stale_answers_are_refused_and_a_dead_rollout_named():
         (("--width", "48"), "needs a multiple of 32"),
         (("--answers", "1"), "--answers and --experts need 2 or more"),
         (("--iterations", "0"), "--iterations needs 1 or more"),
+        (("--damage-version", "121"), "--damage-version 121: needs 1 to --iterations, 120"),
+        (("--out", __file__), "File exists; needs a folder that can be written"),
+        (("--out", f"{__file__}/runs"), "Not a directory; needs a folder that can be written"),
         (("--rollout", "1"), "unrecognized arguments: --rollout 1"),
     ],
 )

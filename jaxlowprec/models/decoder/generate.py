@@ -18,8 +18,10 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from jaxlowprec.arguments import whole_number
 from jaxlowprec.models.decoder.cache import EIGHT_BITS, Cache, RingCache
 from jaxlowprec.models.decoder.model import Decoder, log_probabilities
+from jaxlowprec.models.decoder.requests import number_of_tokens, seeds_of, stops_of, temperature_of, token_rows
 
 SMALLEST_PREFILL, SMALLEST_SPAN = 16, 256
 CACHES = ("float32", "bfloat16", *EIGHT_BITS)
@@ -57,7 +59,7 @@ class Generator:
             less memory.
 
     Raises:
-        ValueError: places, cache or chunk are something else, or there are no experts to return.
+        TypeError, ValueError: an argument is something else, or there are no experts to return.
     """
 
     def __init__(
@@ -70,7 +72,8 @@ class Generator:
         rings: bool = True,
         chunk: int = 2048,
     ):
-        self.config, self.places = decoder.config, places
+        self.config = _require_decoder("Generator", decoder).config
+        self.places = whole_number("Generator", "places", places)
         self.cache = jnp.dtype(decoder.embed_tokens.dtype).name if cache is None else cache
         if self.cache not in CACHES:
             raise ValueError(f"Generator: cache={cache!r}; needs one of {', '.join(CACHES)}")
@@ -78,7 +81,7 @@ class Generator:
             raise ValueError(f"Generator: places={places}; the model was made for 1 to {self.config.longest}")
         if routing and not any(self.config.sparse):
             raise ValueError(f"Generator: routing=True; the {self.config.family} decoder has no layer with experts")
-        if chunk < SMALLEST_PREFILL:
+        if whole_number("Generator", "chunk", chunk) < SMALLEST_PREFILL:
             raise ValueError(f"Generator: chunk={chunk}; needs {SMALLEST_PREFILL} or more")
         self.routing, self.rings, self.chunk = routing, rings, chunk
         graph, state = nnx.split(decoder)
@@ -95,9 +98,9 @@ class Generator:
         """Writes with another decoder's weights from now on, such as a newer version's. Nothing is compiled again.
 
         Raises:
-            ValueError: its arrays have other names, shapes or dtypes.
+            TypeError: it is no `Decoder`. ValueError: its arrays have other names, shapes or dtypes.
         """
-        arrays, tree = jax.tree.flatten(nnx.state(decoder))
+        arrays, tree = jax.tree.flatten(nnx.state(_require_decoder("Generator.load", decoder)))
         if tree != self._tree or [(a.shape, a.dtype) for a in arrays] != [(a.shape, a.dtype) for a in self.arrays]:
             raise ValueError(
                 "Generator.load: the decoder's arrays are not those of the first one; needs the same config, dtypes "
@@ -117,21 +120,26 @@ class Generator:
         """Continues each prompt by up to `count` tokens.
 
         Arguments:
-            prompts: tokens, one or more of each sequence.
-            temperature: 0: the most likely token; otherwise what logits are divided by before a token is drawn.
-            seeds: one number for each sequence, which its draws depend on; default: 0, 1, ...
+            prompts: tokens, one or more of each sequence: lists, or an array [batch, tokens].
+            temperature: 0: the most likely token; otherwise, from 1e-6 on, what logits are divided by before a token is
+                drawn.
+            seeds: an int of 32 bits for each sequence, which its draws depend on; default: 0, 1, ...
             stop: tokens that end a text; default: those of the config.
 
         Raises:
-            ValueError: a prompt is empty, has a token outside of the vocabulary, or is too long.
+            TypeError: prompts that are no lists of tokens; another argument of the wrong kind.
+            ValueError: a prompt is empty, has a token outside of the vocabulary, or is too long; another argument is
+                out of range.
         """
-        self._check(prompts, count, temperature, seeds)
-        stop = self.config.stop if stop is None else tuple(stop)
-        keys = jax.vmap(jax.random.key)(jnp.asarray(range(len(prompts)) if seeds is None else seeds, jnp.uint32))
+        count = number_of_tokens("Generator", count)
+        rows = token_rows("Generator", prompts, self.config.vocabulary, self.places, count)
+        stop = self.config.stop if stop is None else stops_of("Generator", stop)
+        keys = jax.vmap(jax.random.key)(jnp.asarray(seeds_of("Generator", seeds, len(rows))))
+        temperature = temperature_of("Generator", temperature)
         greedy, temperature = temperature == 0, jnp.float32(temperature or 1.0)
-        logits, cache, *routed = self._prefilled(prompts)
+        logits, cache, *routed = self._prefilled(rows)
         chosen = [self._choose(logits, cache.lengths, keys, temperature, greedy=greedy)]
-        ended, longest = np.zeros(len(prompts), bool), max(len(prompt) for prompt in prompts)
+        ended, longest = np.zeros(len(rows), bool), max(map(len, rows))
         while len(chosen) < count:
             if stop:
                 ended |= np.isin(np.asarray(chosen[-1][0]), stop)
@@ -147,7 +155,7 @@ class Generator:
         return Written(
             [row[:n].tolist() for row, n in zip(tokens, lengths, strict=True)],
             [row[:n] for row, n in zip(scores, lengths, strict=True)],
-            _experts_of(routed, [len(prompt) for prompt in prompts], lengths) if self.routing else None,
+            _experts_of(routed, list(map(len, rows)), lengths) if self.routing else None,
         )
 
     def span(self, length: int) -> int:
@@ -161,11 +169,15 @@ class Generator:
         """The logits [batch, vocabulary] after each prompt, and a cache with the prompts.
 
         Prompts are padded at their ends, to a power of two: what is written there is overwritten before it is seen.
+
+        Raises:
+            TypeError, ValueError: as for a call.
         """
-        logits, cache, *_ = self._prefilled(prompts)
+        rows = token_rows("Generator.prefill", prompts, self.config.vocabulary, self.places)
+        logits, cache, *_ = self._prefilled(rows)
         return logits, cache
 
-    def _prefilled(self, prompts: Sequence[Sequence[int]]) -> Any:
+    def _prefilled(self, prompts: Sequence[np.ndarray]) -> Any:
         """See `prefill`; and the prompts' experts, if they are wanted."""
         lengths = np.asarray([len(prompt) for prompt in prompts], np.int32)
         longest, begin = int(lengths.max()), 0
@@ -184,24 +196,13 @@ class Generator:
             begin, experts = begin + time, experts + routed
         return last, cache, *([jnp.concatenate(experts, axis=2)] if experts else [])
 
-    def _check(self, prompts: Any, count: int, temperature: float, seeds: Any) -> None:
-        if not prompts or not all(len(prompt) for prompt in prompts):
-            raise ValueError("Generator: needs a prompt or more, of one token or more each")
-        tokens = [token for prompt in prompts for token in prompt]
-        if min(tokens) < 0 or max(tokens) >= self.config.vocabulary:
-            raise ValueError(
-                f"Generator: prompts have tokens outside of the vocabulary, 0 to {self.config.vocabulary - 1}"
-            )
-        longest = max(len(prompt) for prompt in prompts)
-        if count < 1 or longest + count > self.places:
-            raise ValueError(
-                f"Generator: a prompt of {longest} tokens and count={count} more; there are places={self.places}: "
-                "shorten them, or make a Generator with more places"
-            )
-        if not temperature >= 0:
-            raise ValueError(f"Generator: temperature={temperature}; needs 0 or more")
-        if seeds is not None and len(seeds) != len(prompts):
-            raise ValueError(f"Generator: {len(seeds)} seeds for {len(prompts)} prompts; needs one each")
+
+def _require_decoder(who: str, decoder: Any) -> Decoder:
+    if isinstance(decoder, Decoder):
+        return decoder
+    raise TypeError(
+        f"{who}: decoder is a {type(decoder).__name__}; needs a Decoder, such as decoders.load(folder) makes"
+    )
 
 
 def _merged(graph: Any, tree: Any, arrays: list[jax.Array]) -> Decoder:

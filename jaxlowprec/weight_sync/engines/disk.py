@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from jaxlowprec.weight_sync.bucket import Bucket
 from jaxlowprec.weight_sync.engines.http import HttpEngine
+from jaxlowprec.weight_sync.engines.loaded import Loaded
 from jaxlowprec.weight_sync.errors import SyncError
 from jaxlowprec.weight_sync.folders import layout as folders
 from jaxlowprec.weight_sync.folders.directory import SHARD_BYTES, DirectoryTransport
@@ -37,6 +38,7 @@ class DiskEngine:
     """
 
     takes_arrays = False
+    without = ""  # what to do if the server lacks a call
 
     def __init__(
         self,
@@ -54,10 +56,12 @@ class DiskEngine:
                 f"{type(self).__name__}: keep is {keep!r}; needs at least 2, so that the version before can be loaded "
                 "again"
             )
-        self._engine = HttpEngine(url, api_key)
+        self._engine = HttpEngine(url, api_key, self.without)
         self._folders = DirectoryTransport(path, keep=keep, files=files, shard_bytes=shard_bytes)
         self._engine_path = pathlib.Path(self._folders.path.absolute() if engine_path is None else engine_path)
         self._paused = False
+        self._loaded = Loaded()
+        self._manifest: Manifest | None = None
 
     def version(self, timeout: float) -> int:
         """The newest version that is published or that the engine says it serves; text without a number counts as 0."""
@@ -68,8 +72,10 @@ class DiskEngine:
         self._folders.pause(timeout)
 
     def begin(self, version: int, manifest: Manifest, timeout: float) -> None:
-        """Starts a new version."""
+        """Starts a new version. Raises Refused if shapes are not those of the version that was loaded last."""
+        self._loaded.check(version, manifest)
         self._folders.begin(version, manifest, timeout)
+        self._manifest = manifest
 
     def send(self, bucket: Bucket, timeout: float) -> None:
         """Writes the next bucket."""
@@ -91,6 +97,8 @@ class DiskEngine:
         except SyncError as error:
             self._go_back(before, error, timeout)
             raise
+        assert self._manifest is not None  # the folder took the commit of what began
+        self._loaded.now(version, self._manifest)
 
     def abort(self, reason: str, timeout: float) -> None:
         """Removes what was written since `begin`."""

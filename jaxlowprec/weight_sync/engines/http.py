@@ -25,6 +25,7 @@ class HttpEngine:
     Arguments:
         url: "http://host:port", or https; it may have a path, which every call's path is appended to.
         api_key: sent as a bearer token, if any.
+        without: what to do if the server has no such call, which errors of status 404 end with.
 
     Raises:
         ValueError: the URL is of another kind.
@@ -34,11 +35,16 @@ class HttpEngine:
     ValueError: HttpEngine: url is 'localhost:30000'; needs http://host:port or https://host:port
     """
 
-    def __init__(self, url: str, api_key: str | None = None):
-        parts = urllib.parse.urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.username:
+    def __init__(self, url: str, api_key: str | None = None, without: str = ""):
+        try:
+            parts = urllib.parse.urlsplit(url)
+            port = parts.port  # raises if it is no number, or too large
+            whole = parts.scheme in ("http", "https") and parts.hostname and port != 0
+        except (ValueError, TypeError, AttributeError):
+            whole = False
+        if not whole or parts.query or parts.username:
             raise ValueError(f"HttpEngine: url is {url!r}; needs http://host:port or https://host:port")
-        self._parts, self._where = parts, f"{parts.scheme}://{parts.netloc}"
+        self._parts, self._where, self._without = parts, f"{parts.scheme}://{parts.netloc}", without
         self._headers = {"Content-Type": "application/json"}
         if api_key is not None:
             self._headers["Authorization"] = f"Bearer {api_key}"
@@ -72,8 +78,8 @@ class HttpEngine:
             content = None
         said = content if isinstance(content, dict) else {}
         if status != 200 or said.get("success", True) is not True:
-            reason = said.get("message") or said.get("error") or said.get("detail") or answer.decode(errors="replace")
-            raise Refused(f"{self._where}{path}: status {status}: {escaped(str(reason)[:_MAX_REASON])}")
+            hint = f"; {self._without}" if status == 404 and self._without else ""
+            raise Refused(f"{self._where}{path}: status {status}: {_reason(said, answer)}{hint}")
         if content is None and answer.lstrip().startswith((b"{", b"[")):
             raise self._incomplete(path, f"its JSON breaks off after {len(answer)} bytes")
         if needs is not None and needs not in said:
@@ -108,6 +114,18 @@ class HttpEngine:
         if announced is None and not response.chunked and not answer:
             raise self._incomplete(path, "it ends where it begins, without a length")
         return response.status, answer
+
+
+def _reason(said: dict[str, Any], answer: bytes) -> str:
+    """What an answer says of a failure, in one of the forms that engines have.
+
+    >>> _reason({"error": {"message": "out of memory", "code": 500}}, b"")
+    'out of memory'
+    """
+    reason = said.get("message") or said.get("error") or said.get("detail")
+    if isinstance(reason, dict):
+        reason = reason.get("message") or reason
+    return escaped(str(reason or answer.decode(errors="replace"))[:_MAX_REASON])
 
 
 class _Timed:

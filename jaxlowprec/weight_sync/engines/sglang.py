@@ -13,6 +13,7 @@ from jaxlowprec.weight_sync.engines.http import HttpEngine
 from jaxlowprec.weight_sync.errors import Refused
 from jaxlowprec.weight_sync.manifest import Entry, Manifest
 
+WITHOUT = "needs an SGLang server, and its URL without a path such as /v1"
 Mode = Literal["abort", "retract", "in_place"]
 
 NEWEST_READ = (0, 5, 23)
@@ -50,6 +51,8 @@ class SGLang(DiskEngine):
     Traceback (most recent call last):
     ValueError: SGLang: mode is 'stop'; needs "abort", "retract" or "in_place"
     """
+
+    without = WITHOUT
 
     def __init__(
         self,

@@ -68,7 +68,8 @@ class SGLangTensors:
         sglang.check_mode("SGLangTensors", mode)
         if memory not in get_args(Way):
             raise ValueError(f'SGLangTensors: memory is {memory!r}; needs "shared" or "copied"')
-        self._engine, self._mode, self._shared = HttpEngine(url, api_key), mode, memory == "shared"
+        self._engine = HttpEngine(url, api_key, sglang.WITHOUT)
+        self._mode, self._shared = mode, memory == "shared"
         self._ranks = 0  # of the session: as many payloads as the engine needs; 0: no session
         self._collected: _Collected | None = None
         self._paused = False

@@ -7,6 +7,7 @@ from typing import Any, Literal, get_args
 
 from jaxlowprec.weight_sync.engines.disk import DiskEngine
 
+WITHOUT = "needs a vLLM server that was started with VLLM_SERVER_DEV_MODE=1, and its URL without a path such as /v1"
 Mode = Literal["abort", "wait", "keep"]
 """What happens to running requests while weights change."""
 
@@ -31,6 +32,8 @@ class VLLM(DiskEngine):
     Traceback (most recent call last):
     ValueError: VLLM: mode is 'stop'; needs "abort", "wait" or "keep"
     """
+
+    without = WITHOUT
 
     def __init__(
         self,

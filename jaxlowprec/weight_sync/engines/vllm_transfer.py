@@ -11,7 +11,8 @@ from typing import Any
 
 from jaxlowprec.weight_sync.bucket import Bucket
 from jaxlowprec.weight_sync.engines.http import HttpEngine
-from jaxlowprec.weight_sync.engines.vllm import Mode, check_mode
+from jaxlowprec.weight_sync.engines.loaded import Loaded
+from jaxlowprec.weight_sync.engines.vllm import WITHOUT, Mode, check_mode
 from jaxlowprec.weight_sync.engines.vllm_worker import Listen, read_secret
 from jaxlowprec.weight_sync.errors import PeerLost, SyncError
 from jaxlowprec.weight_sync.manifest import Manifest
@@ -62,8 +63,12 @@ class VLLMTransfer:
     ):
         if type(workers) is not int or workers < 1:
             raise ValueError(f"VLLMTransfer: workers is {workers!r}; needs at least 1")
+        if type(port) is not int or not 1 <= port <= 65536 - workers:
+            raise ValueError(
+                f"VLLMTransfer: port is {port!r}; needs a number from 1 to {65536 - workers}, the first of {workers}"
+            )
         check_mode("VLLMTransfer", mode)
-        self._engine, self._mode = HttpEngine(url, api_key), mode
+        self._engine, self._mode = HttpEngine(url, api_key, WITHOUT), mode
         host = host or urllib.parse.urlsplit(url).hostname or ""
         there = os.fspath(secret_file if engine_secret_file is None else engine_secret_file)
         self._listen = Listen(port, there, host, encrypt=encrypt)
@@ -71,6 +76,8 @@ class VLLMTransfer:
         self._workers = [TcpTransport(host, port + i, secret, encrypt=encrypt) for i in range(workers)]
         self._threads = concurrent.futures.ThreadPoolExecutor(workers)
         self._listening = self._paused = False
+        self._loaded = Loaded()
+        self._manifest: Manifest | None = None
 
     def version(self, timeout: float) -> int:
         """The newest version that the engine says it serves or that a worker has received."""
@@ -89,8 +96,10 @@ class VLLMTransfer:
             raise
 
     def begin(self, version: int, manifest: Manifest, timeout: float) -> None:
-        """Starts a new version."""
+        """Starts a new version. Raises Refused if shapes are not those of the version that was loaded last."""
+        self._loaded.check(version, manifest)
         self._all("begin", version, manifest, timeout)
+        self._manifest = manifest
 
     def send(self, bucket: Bucket, timeout: float) -> None:
         """Sends the next bucket to all workers at the same time."""
@@ -112,6 +121,8 @@ class VLLMTransfer:
         except SyncError as error:
             error.add_note("vLLM's model may hold parts of two versions: send another version, or restart it")
             raise
+        assert self._manifest is not None  # the workers took the commit of what began
+        self._loaded.now(version, self._manifest)
         if self._mode != "keep":  # drops prefixes that were computed with the old weights
             self._post("/reset_prefix_cache", timeout)
 
@@ -149,6 +160,8 @@ class VLLMTransfer:
         concurrent.futures.wait(calls)
         try:
             return [call.result() for call in calls]
-        except PeerLost:
+        except PeerLost as error:
             self._listening = False  # a server that was restarted does not listen: the next session tells it to
+            if (workers := len(self._workers)) > 1:
+                error.add_note(f"VLLMTransfer: workers is {workers}; vLLM has to have as many, and listen at each port")
             raise

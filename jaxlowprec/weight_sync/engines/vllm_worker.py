@@ -91,8 +91,12 @@ class Inbox:
 
 
 def read_secret(path: str | pathlib.Path) -> bytes:
-    """The secret in a file, without white space around it."""
-    return pathlib.Path(path).read_bytes().strip()
+    """The secret in a file, without white space around it. Raises OSError if the file cannot be read."""
+    try:
+        return pathlib.Path(path).read_bytes().strip()
+    except OSError as error:
+        needs = "needs a file with the secret, the same for the trainer and vLLM's workers"
+        raise type(error)(error.errno, f"{error.strerror}; {needs}", str(path)) from None
 
 
 def to_torch(array: np.ndarray) -> Any:

@@ -17,7 +17,7 @@ from jaxlowprec.weight_sync.sending.bucketizer import DEFAULT_BYTES, Bucketizer
 from jaxlowprec.weight_sync.sending.session import Session
 from jaxlowprec.weight_sync.sending.source import WeightSource
 from jaxlowprec.weight_sync.transports.sockets import check_timeout
-from jaxlowprec.weight_sync.transports.transport import Transport
+from jaxlowprec.weight_sync.transports.transport import Transport, require_transport
 from jaxlowprec.weight_sync.versions import whole_number
 
 _GRACE = 0.5  # seconds in which a transport whose time is over may raise its own error, which says more
@@ -100,10 +100,12 @@ class FanOut:
             timeout: seconds that it has for a version; None: the fan-out's.
 
         Raises:
+            TypeError: it is no `Transport`.
             ValueError: a receiver has the name or the transport already, or the timeout never ends.
         """
         if name in self._receivers:
             raise ValueError(f"FanOut.add: a receiver is named {name!r} already; remove it, or give another name")
+        require_transport(f"FanOut.add: {name!r}", transport)
         if any(transport is other for other, _ in self._receivers.values()):
             raise ValueError(f"FanOut.add: {name!r} has the transport of another receiver; make one for each")
         seconds = self._timeout if timeout is None else check_timeout("FanOut.add", timeout)

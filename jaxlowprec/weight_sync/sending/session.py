@@ -11,7 +11,7 @@ from jaxlowprec.weight_sync.manifest import Manifest
 from jaxlowprec.weight_sync.sending.bucketizer import DEFAULT_BYTES, Bucketizer
 from jaxlowprec.weight_sync.sending.source import WeightSource
 from jaxlowprec.weight_sync.transports.sockets import check_timeout
-from jaxlowprec.weight_sync.transports.transport import Transport
+from jaxlowprec.weight_sync.transports.transport import Transport, require_transport
 from jaxlowprec.weight_sync.versions import whole_number
 
 
@@ -48,7 +48,7 @@ class Session:
         max_bytes: int = DEFAULT_BYTES,
         timeout: float = 600.0,
     ):
-        self._transport, self._timeout = transport, check_timeout("Session", timeout)
+        self._transport, self._timeout = require_transport("Session", transport), check_timeout("Session", timeout)
         self._bucketizer = Bucketizer(max_bytes)
         self._manifest_hash: str | None = None
         self.version = None if version is None else whole_number(version)

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxlowprec.arguments import a_dtype, shown
 from jaxlowprec.arrays.quantized_array import QuantizedArray
 from jaxlowprec.checkpoints.conversion.choice import require_one_scheme_in_a_unit
 from jaxlowprec.checkpoints.conversion.plan import output_specs
@@ -26,6 +27,7 @@ from jaxlowprec.checkpoints.trees.tree_paths import leaves
 from jaxlowprec.weight_sync.described import described
 from jaxlowprec.weight_sync.manifest import Entry, Manifest
 
+_FLOATS = ("bfloat16", "float16", "float32", "float64")
 PARTS = ("data", "scale", "amax", "zero_point", "signs")
 """The arrays of a QuantizedArray; each is sent if it exists."""
 
@@ -110,9 +112,10 @@ class WeightSource:
         bundles: the tensors, in bundles that must arrive together.
 
     Raises:
-        TypeError: leaves that are not arrays, such as Python's numbers, which have no dtype to be sent in.
-        ValueError: leaves that no rule matches; a scheme without a mapping, or one that cannot hold a kernel; some
-            projections of a fused matrix would be quantised and others not.
+        TypeError: leaves that are not arrays, such as Python's numbers, which have no dtype to be sent in; a mapping,
+            scheme, dtype or rules that are something else.
+        ValueError: leaves that no rule matches; a scheme without a mapping, or one that cannot hold a kernel; a dtype
+            that is not of floats; some projections of a fused matrix would be quantised and others not.
 
     >>> import numpy as np
     >>> source = WeightSource({"norm": {"scale": np.ones(4, np.float32)}, "bias": np.zeros(2, np.float32)})
@@ -136,6 +139,9 @@ class WeightSource:
             raise ValueError("WeightSource: scheme= and quantize= are about modules; pass mapping= to name them")
         if quantize is not None and scheme is None:
             raise ValueError("WeightSource: quantize= needs scheme=, the format to quantise to")
+        _check_kinds(mapping, scheme, quantize)
+        if dtype is not None and (dtype := a_dtype("WeightSource", "dtype", dtype)).name not in _FLOATS:
+            raise ValueError(f"WeightSource: dtype={dtype.name}; needs {', '.join(_FLOATS)}, or None: each leaf's own")
         check_arrays("WeightSource", "the tree", tree)
         stored = _by_path(tree, dtype) if mapping is None else mapping.stored(tree, scheme, dtype)
         compressed = _compressed(stored, quantize)
@@ -227,7 +233,18 @@ def _by_path(tree: Any, dtype: Any) -> list[LeafTensors]:
 
 
 def _is_float(leaf: Any) -> bool:
-    return leaf.dtype.name in ("bfloat16", "float16", "float32", "float64")
+    return leaf.dtype.name in _FLOATS
+
+
+def _check_kinds(mapping: Any, scheme: Any, quantize: Any) -> None:
+    given = (
+        ("mapping", mapping, TreeMapping, "a TreeMapping, such as checkpoints.mapping_for(config) makes"),
+        ("scheme", scheme, Scheme, 'a scheme, such as checkpoints.schemes.by_name("w4a16")'),
+        ("quantize", quantize, Rules, "Rules, which say what is left alone, such as Rules(defaults=DEFAULTS)"),
+    )
+    for name, value, kind, needs in given:
+        if value is not None and not isinstance(value, kind):
+            raise TypeError(f"WeightSource: {name}={shown(value)}; needs {needs}")
 
 
 def _compressed(stored: Sequence[LeafTensors], quantize: Rules | None) -> frozenset[str]:

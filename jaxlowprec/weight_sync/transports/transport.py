@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from jaxlowprec.weight_sync.bucket import Bucket
 from jaxlowprec.weight_sync.manifest import Manifest
@@ -56,3 +56,18 @@ class Transport(Protocol):
 
     def close(self) -> None:
         """Releases what the transport holds. Nothing else works afterwards."""
+
+
+def require_transport(who: str, transport: Any) -> Transport:
+    """The transport. Raises TypeError if it is none.
+
+    >>> require_transport("example", "http://localhost:8000")
+    Traceback (most recent call last):
+    TypeError: example: transport is a str; needs a Transport, such as InProcess(receiver) or TcpTransport(...)
+    """
+    if not isinstance(transport, Transport):
+        raise TypeError(
+            f"{who}: transport is a {type(transport).__name__}; needs a Transport, such as InProcess(receiver) or "
+            "TcpTransport(...)"
+        )
+    return transport

@@ -137,6 +137,54 @@ def test_a_wrong_request_is_named(llama, prompts, options, message):
         Generator(llama, 32)(prompts, 4, **options)
 
 
+LISTS = r"needs a list of tokens, which are ints, for each sequence"
+
+
+@pytest.mark.parametrize(
+    ("prompts", "options", "error", "message"),
+    [
+        ([1, 2, 3], {}, TypeError, rf"prompts\[0\]=1; {LISTS}"),
+        (["a text"], {}, TypeError, rf"prompts\[0\]='a text'; {LISTS}"),
+        ([[1, 2], [1.5, 2.0]], {}, TypeError, rf"prompts\[1\]=\[1.5, 2.0\]; {LISTS}"),
+        ([[[1], [2, 3]]], {}, TypeError, LISTS),
+        (3, {}, TypeError, "prompts=3; needs a list of lists"),
+        ([[1]], {"count": 0}, ValueError, "count=0; needs an int from 1 on"),
+        ([[1]], {"count": 1.5}, TypeError, "count=1.5; needs an int"),
+        ([[1]], {"temperature": "1"}, TypeError, "temperature='1'; needs a number"),
+        ([[1]], {"temperature": 1e-40}, ValueError, "temperature=1e-40; needs 0, .*, or 1e-06 or more"),
+        ([[1]], {"temperature": float("nan")}, ValueError, "temperature=nan; needs 0 or more"),
+        ([[1]], {"seeds": [-1]}, ValueError, r"seeds=\[-1\]; needs ints from 0 to 4294967295"),
+        ([[1]], {"seeds": [1.5]}, TypeError, r"seeds=\[1.5\]; needs an int for each prompt"),
+        ([[1]], {"seeds": 3}, TypeError, "seeds=3; needs an int for each prompt"),
+        ([[1]], {"stop": 2}, TypeError, "stop=2; needs a list of tokens"),
+    ],
+)
+def test_a_request_of_the_wrong_kind_is_named(llama, prompts, options, error, message):
+    with pytest.raises(error, match=f"Generator: .*{message}"):
+        Generator(llama, 32)(prompts, **({"count": 4} | options))
+
+
+@pytest.mark.parametrize(
+    ("prompts", "message"),
+    [
+        ([], "needs a prompt or more"),
+        ([[]], "one token or more each"),
+        ([[256]], "outside of the vocabulary, 0 to 255"),
+        ([[1] * 33], "a prompt of 33 tokens; there are places=32"),
+    ],
+)
+def test_what_cannot_be_prefilled_is_named(llama, prompts, message):
+    with pytest.raises(ValueError, match=f"Generator.prefill: .*{message}"):
+        Generator(llama, 32).prefill(prompts)
+
+
+def test_prompts_may_be_an_array(llama):
+    write = Generator(llama, 32)
+    lists = write([[1, 2, 3], [4, 5, 6]], 3)
+    for array in (np.array([[1, 2, 3], [4, 5, 6]]), jnp.array([[1, 2, 3], [4, 5, 6]])):
+        assert write(array, 3).tokens == lists.tokens
+
+
 @pytest.mark.parametrize(
     ("places", "cache", "message"), [(32, "int4", "cache='int4'; needs one of float32"), (129, None, "1 to 128")]
 )
@@ -179,5 +227,11 @@ def test_what_cannot_be_replayed_or_loaded_is_named(llama, quantized):
         Generator(llama, 32, routing=True)
     with pytest.raises(ValueError, match=r"Generator.load: the decoder's arrays are not those of the first"):
         Generator(llama, 32).load(quantized)
+    with pytest.raises(TypeError, match=r"Generator: decoder is a dict; needs a Decoder"):
+        Generator({}, 32)
+    with pytest.raises(TypeError, match=r"Generator.load: decoder is a int; needs a Decoder"):
+        Generator(llama, 32).load(3)
+    with pytest.raises(TypeError, match=r"places=32.0; needs an int"):
+        Generator(llama, 32.0)
     with pytest.raises(ValueError, match=r"needs a layer for each of 0 with experts"):
         llama.hidden(jnp.zeros((1, 2), jnp.int32), tape=jlp.moe.RoutingTape.afresh(2, (1, 2), 2))

@@ -4,6 +4,7 @@ import socket
 import threading
 import time
 
+import numpy as np
 import pytest
 
 from jaxlowprec.weight_sync.engines.http import HttpEngine
@@ -104,6 +105,19 @@ def test_each_failure_leaves_the_old_version(engine, call, fault, error, message
     assert not getattr(raised.value, "__notes__", [])
     sync(transport, 3)
     assert is_whole(stub.weights, 3) and stub.weight_version == "3"
+
+
+def test_other_shapes_than_those_that_were_loaded_are_refused(engine):
+    _, transport, stub = engine
+    sync(transport, 1)
+    stub.calls.clear()
+    name, array = next(iter(model(2).items()))
+    message = f"begin: {name!r} of version 2 has shape .*, and .* in version 1.*new transport"
+    with pytest.raises(Refused, match=message):
+        sync(transport, 2, model(2) | {name: np.stack([array, array])})
+    assert stub.weight_version == "1" and not stub.paused and not any("load" in call for call in stub.calls)
+    sync(transport, 3)
+    assert is_whole(stub.weights, 3)
 
 
 def test_an_old_version_that_cannot_be_reloaded_is_said(engine):

@@ -103,3 +103,30 @@ def test_a_load_needs_an_answer_that_says_that_it_loaded(kind, needs, tmp_path):
     answer = FRAMINGS["length"](b'{"message": "hello"}')
     with answering([answer]) as url, pytest.raises(PeerLost, match=f"it has no '{needs}'"):
         kind(url, tmp_path)._load("v000001", 1, timeout=5)
+
+
+@pytest.mark.parametrize(
+    "url", ["localhost:8000", "http://", "http://engine:port", "http://engine:99999", "http://engine:0", None, 8000]
+)
+def test_what_is_no_url_is_named_when_the_transport_is_made(url):
+    with pytest.raises(ValueError, match=f"HttpEngine: url is {url!r}; needs http://host:port"):
+        HttpEngine(url)
+
+
+def test_an_error_within_an_error_is_said_without_its_frame():
+    body = b'{"error": {"message": "the worker failed", "type": "InternalServerError", "param": null, "code": 500}}'
+    with (
+        answering([b"HTTP/1.1 500 Error\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body)]) as url,
+        pytest.raises(Refused, match="/load: status 500: the worker failed$"),
+    ):
+        HttpEngine(url).call("POST", "/load", timeout=5)
+
+
+@pytest.mark.parametrize(("engine", "needs"), [(VLLM, "VLLM_SERVER_DEV_MODE=1"), (SGLang, "an SGLang server")])
+def test_a_server_without_the_calls_is_told_from_one_that_fails(engine, needs, tmp_path):
+    body = b'{"detail": "Not Found"}'
+    with (
+        answering([b"HTTP/1.1 404 Not Found\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body)]) as url,
+        pytest.raises(Refused, match=f"status 404: Not Found; needs .*{needs}"),
+    ):
+        engine(url, tmp_path).version(timeout=5)

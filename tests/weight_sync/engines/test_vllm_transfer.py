@@ -10,7 +10,7 @@ from jaxlowprec.weight_sync.errors import PeerLost, Refused
 from jaxlowprec.weight_sync.transports.transport import Transport
 from tests.helpers import run_python
 from tests.weight_sync.engines.engine_stubs import VLLMStub, serving
-from tests.weight_sync.syncing import free_port, is_whole, sync
+from tests.weight_sync.syncing import free_port, is_whole, model, sync
 
 UPDATE = [
     "/pause",
@@ -139,11 +139,36 @@ def test_a_worker_that_does_not_listen_stops_one_sync(connect, stub):
     sync(transport, 1)
     stub.workers[1].close()
     stub.calls.clear()
-    with pytest.raises(PeerLost):
+    with pytest.raises(PeerLost) as raised:
         sync(transport, 2)
+    assert raised.value.__notes__ == ["VLLMTransfer: workers is 2; vLLM has to have as many, and listen at each port"]
     assert stub.calls == [] and stub.weight_version == "1"
     sync(transport, 3)  # listens again
     assert stub.calls[0] == "/init_weight_transfer_engine" and is_whole(stub.loaded[1], 3)
+
+
+def test_other_shapes_than_those_that_were_loaded_are_refused(connect, stub):
+    transport = connect()
+    sync(transport, 1)
+    stub.calls.clear()
+    name, array = next(iter(model(2).items()))
+    message = f"begin: {name!r} of version 2 has shape .*, and .* in version 1.*new transport"
+    with pytest.raises(Refused, match=message):
+        sync(transport, 2, model(2) | {name: np.stack([array, array])})
+    assert stub.calls == [] and stub.weight_version == "1"
+    sync(transport, 3)
+    assert is_whole(stub.loaded[0], 3)
+
+
+@pytest.mark.parametrize("port", ["5000", 0, 65535, 70000, 5000.0])
+def test_a_port_that_is_none_is_named(port, tmp_path):
+    with pytest.raises(ValueError, match=f"port is {port!r}; needs a number from 1 to 65534, the first of 2"):
+        VLLMTransfer("http://localhost:8000", port, tmp_path / "secret", workers=2)
+
+
+def test_a_secret_that_is_missing_is_named(tmp_path):
+    with pytest.raises(FileNotFoundError, match="needs a file with the secret, .*: '.*/none'"):
+        VLLMTransfer("http://localhost:8000", 5000, tmp_path / "none")
 
 
 def test_tensors_are_the_bytes_that_were_received():

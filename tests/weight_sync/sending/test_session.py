@@ -9,6 +9,7 @@ import pytest
 
 from jaxlowprec.weight_sync import (
     Aborted,
+    FanOut,
     InProcess,
     PeerLost,
     Receiver,
@@ -152,6 +153,15 @@ def test_a_tree_is_no_source():
     with pytest.raises(TypeError, match="source is a dict; needs a WeightSource"), Session(InProcess(receiver)) as s:
         s.send(numbered(1))
     assert receiver.state == "serving"
+
+
+@pytest.mark.parametrize("given", [Receiver(), "http://localhost:8000", WeightSource(numbered(1))])
+def test_what_is_no_transport_is_named(given):
+    message = f"transport is a {type(given).__name__}; needs a Transport, such as InProcess"
+    with pytest.raises(TypeError, match=f"^Session: {message}"):
+        push(WeightSource(numbered(1)), given)
+    with pytest.raises(TypeError, match=f"^FanOut.add: 'engine': {message}"):
+        FanOut({"engine": given})
 
 
 class Slow(WeightSource):

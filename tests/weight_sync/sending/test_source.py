@@ -195,6 +195,25 @@ def test_what_cannot_be_sent_is_refused_when_the_source_is_made(arguments, messa
         WeightSource(llama(), **arguments)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"mapping": {"model_type": "llama"}}, TypeError, r"mapping=\{.*; needs a TreeMapping, such as .*mapping_for"),
+        ({"mapping": MAPPING, "scheme": "w4a16"}, TypeError, r"scheme='w4a16'; needs a scheme, such as .*by_name"),
+        (
+            {"mapping": MAPPING, "scheme": by_name("w4a16"), "quantize": True},
+            TypeError,
+            r"quantize=True; needs Rules, which say what is left alone",
+        ),
+        ({"dtype": "bf16"}, TypeError, r"dtype='bf16'; needs a dtype such as bfloat16"),
+        ({"mapping": MAPPING, "dtype": "int8"}, ValueError, r"dtype=int8; needs bfloat16, .*, or None"),
+    ],
+)
+def test_an_argument_of_another_kind_is_refused_when_the_source_is_made(arguments, error, message):
+    with pytest.raises(error, match=f"WeightSource: {message}"):
+        WeightSource(llama(), **arguments)
+
+
 @over_schemes
 @pytest.mark.parametrize("wrong", [np.nan, np.inf])
 def test_a_weight_that_is_not_finite_is_an_error_that_names_it(scheme, wrong):
