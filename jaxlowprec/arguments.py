@@ -116,3 +116,16 @@ def a_dtype(who: str, name: str, dtype: Any) -> jnp.dtype:
         return jnp.dtype(dtype)
     except (TypeError, ValueError):
         raise TypeError(f"{who}: {name}={shown(dtype)}; needs a dtype such as bfloat16") from None
+
+
+FLOATS = ("bfloat16", "float16", "float32", "float64")
+"""The dtypes that parameters in high precision have."""
+
+
+def float_dtype_or_none(who: str, dtype: Any) -> jnp.dtype | None:
+    """A dtype of `FLOATS` from any spelling of one; None: each leaf's own."""
+    if dtype is None:
+        return None
+    if (found := a_dtype(who, "dtype", dtype)).name not in FLOATS:
+        raise ValueError(f"{who}: dtype={found.name}; needs {', '.join(FLOATS)}, or None: each leaf's own")
+    return found

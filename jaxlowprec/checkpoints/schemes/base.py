@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
+from jaxlowprec.arguments import shown
 from jaxlowprec.arrays.formats import Format
 from jaxlowprec.arrays.quantized_array import QuantizedArray
 from jaxlowprec.checkpoints.errors import CheckpointError
@@ -349,3 +350,11 @@ def on_the_cpu() -> contextlib.AbstractContextManager[Any]:
         raise CheckpointError(
             f"weights are quantised on the CPU: {native.why_no_platform(error)}; unset that, or add cpu to it"
         ) from None
+
+
+def require_scheme(who: str, scheme: Any) -> None:
+    """Raises TypeError unless an argument is a scheme or None."""
+    if scheme is not None and not isinstance(scheme, Scheme):
+        raise TypeError(
+            f'{who}: scheme={shown(scheme)}; needs a scheme, such as checkpoints.schemes.by_name("w4a16"), or None'
+        )

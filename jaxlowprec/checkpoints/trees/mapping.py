@@ -19,8 +19,9 @@ from typing import Any
 
 import numpy as np
 
+from jaxlowprec.arguments import float_dtype_or_none
 from jaxlowprec.checkpoints.files.strict_json import repeated
-from jaxlowprec.checkpoints.schemes.base import Scheme
+from jaxlowprec.checkpoints.schemes.base import Scheme, require_scheme
 from jaxlowprec.checkpoints.trees.groups import Group, groups
 from jaxlowprec.checkpoints.trees.leaf_tensors import LeafTensors, Placed
 from jaxlowprec.checkpoints.trees.reading import Reading, same
@@ -75,8 +76,10 @@ class TreeMapping:
                 keeps its own.
 
         Raises:
-            ValueError: leaves that no rule matches or that do not fit its layout; quantised leaves without a scheme, or
-                that the scheme or the layout cannot hold; a tied leaf that differs from what it is tied to.
+            TypeError: a scheme or a dtype that is something else.
+            ValueError: a dtype that is not of floats; leaves that no rule matches or that do not fit its layout;
+                quantised leaves without a scheme, or that the scheme or the layout cannot hold; a tied leaf that
+                differs from what it is tied to.
         """
         tensors: dict[str, np.ndarray] = {}
         for stored in self.stored(tree, scheme, dtype):
@@ -88,6 +91,8 @@ class TreeMapping:
 
         Only leaves that are tied to another tensor are compared with it. Arguments as in `to_tensors`.
         """
+        require_scheme("to_tensors", scheme)
+        dtype = float_dtype_or_none("to_tensors", dtype)
         found = self._groups("to_tensors", tree)
         stored = self._stored(found, scheme, dtype)
         _require_tied(found, stored)
@@ -125,6 +130,7 @@ class TreeMapping:
             ValueError: tensors that are missing or left over; other shapes; a leaf whose dtype would round what the
                 checkpoint holds.
         """
+        require_scheme("from_tensors", scheme)
         found: dict[str, Any] = {}
         reading = Reading(tensors, scheme)
         for group in self._groups("from_tensors", like):

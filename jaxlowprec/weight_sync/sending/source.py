@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxlowprec.arguments import a_dtype, shown
+from jaxlowprec.arguments import FLOATS, float_dtype_or_none, shown
 from jaxlowprec.arrays.quantized_array import QuantizedArray
 from jaxlowprec.checkpoints.conversion.choice import require_one_scheme_in_a_unit
 from jaxlowprec.checkpoints.conversion.plan import output_specs
@@ -19,7 +19,7 @@ from jaxlowprec.checkpoints.conversion.rules import Rules, fused_units, splits
 from jaxlowprec.checkpoints.errors import brief
 from jaxlowprec.checkpoints.files.dtypes import file_dtype
 from jaxlowprec.checkpoints.files.safetensors_header import TensorSpec
-from jaxlowprec.checkpoints.schemes.base import Scheme
+from jaxlowprec.checkpoints.schemes.base import Scheme, require_scheme
 from jaxlowprec.checkpoints.trees.activation_scales import check_scales, with_scales
 from jaxlowprec.checkpoints.trees.leaf_tensors import LeafTensors, about
 from jaxlowprec.checkpoints.trees.mapping import TreeMapping
@@ -27,7 +27,6 @@ from jaxlowprec.checkpoints.trees.tree_paths import leaves
 from jaxlowprec.weight_sync.described import described
 from jaxlowprec.weight_sync.manifest import Entry, Manifest
 
-_FLOATS = ("bfloat16", "float16", "float32", "float64")
 PARTS = ("data", "scale", "amax", "zero_point", "signs")
 """The arrays of a QuantizedArray; each is sent if it exists."""
 
@@ -139,9 +138,9 @@ class WeightSource:
             raise ValueError("WeightSource: scheme= and quantize= are about modules; pass mapping= to name them")
         if quantize is not None and scheme is None:
             raise ValueError("WeightSource: quantize= needs scheme=, the format to quantise to")
-        _check_kinds(mapping, scheme, quantize)
-        if dtype is not None and (dtype := a_dtype("WeightSource", "dtype", dtype)).name not in _FLOATS:
-            raise ValueError(f"WeightSource: dtype={dtype.name}; needs {', '.join(_FLOATS)}, or None: each leaf's own")
+        _check_kinds(mapping, quantize)
+        require_scheme("WeightSource", scheme)
+        dtype = float_dtype_or_none("WeightSource", dtype)
         check_arrays("WeightSource", "the tree", tree)
         stored = _by_path(tree, dtype) if mapping is None else mapping.stored(tree, scheme, dtype)
         compressed = _compressed(stored, quantize)
@@ -233,13 +232,12 @@ def _by_path(tree: Any, dtype: Any) -> list[LeafTensors]:
 
 
 def _is_float(leaf: Any) -> bool:
-    return leaf.dtype.name in _FLOATS
+    return leaf.dtype.name in FLOATS
 
 
-def _check_kinds(mapping: Any, scheme: Any, quantize: Any) -> None:
+def _check_kinds(mapping: Any, quantize: Any) -> None:
     given = (
         ("mapping", mapping, TreeMapping, "a TreeMapping, such as checkpoints.mapping_for(config) makes"),
-        ("scheme", scheme, Scheme, 'a scheme, such as checkpoints.schemes.by_name("w4a16")'),
         ("quantize", quantize, Rules, "Rules, which say what is left alone, such as Rules(defaults=DEFAULTS)"),
     )
     for name, value, kind, needs in given:

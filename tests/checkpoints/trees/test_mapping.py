@@ -373,6 +373,17 @@ class TestFolders:
         assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
 
 
+def test_what_is_no_scheme_or_dtype_is_named(tmp_path):
+    tree, mapping = {"up": {"kernel": np.ones((4, 8), np.float32)}}, TreeMapping((Rule("up.kernel", "up.weight"),))
+    with pytest.raises(TypeError, match=r"to_tensors: scheme='nvfp4'; needs a scheme, such as .*by_name"):
+        trees.save(tmp_path / "a", tree, mapping, {}, scheme="nvfp4")
+    with pytest.raises(ValueError, match=r"to_tensors: dtype=int8; needs bfloat16, .*, or None"):
+        trees.save(tmp_path / "a", tree, mapping, {}, dtype="int8")
+    with pytest.raises(TypeError, match=r"from_tensors: scheme='nvfp4'; needs a scheme"):
+        mapping.from_tensors({}, tree, "nvfp4")
+    assert not (tmp_path / "a").exists()
+
+
 def test_the_documents_example():
     (program,) = programs("docs/how-to/checkpoints.md")
     exec(program, {})
