@@ -61,7 +61,7 @@ def test_the_result_is_a_checkpoint_of_the_scheme(model, text, tmp_path, name, g
 
 
 @pytest.mark.parametrize("name", ["model.layers.0.mlp.up_proj.weight", "model.layers.0.input_layernorm.weight"])
-def test_a_tensor_that_is_not_finite_is_named_and_nothing_is_left(model, text, tmp_path, name):
+def test_a_tensor_with_nan_is_named_and_nothing_is_left(model, text, tmp_path, name):
     tensors = dict(read_tensors(model))
     tensors[name] = np.full_like(tensors[name], np.nan)
     (write_checkpoint(tmp_path / "model", tensors, config=read_config(model)) / "tokenizer.json").unlink()

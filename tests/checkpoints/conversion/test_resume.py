@@ -150,7 +150,7 @@ def test_a_disk_that_fails_leaves_what_was_finished(source, uninterrupted, tmp_p
 
 
 @pytest.mark.parametrize("made_before", [False, True])
-def test_a_conversion_that_is_refused_before_it_writes_leaves_nothing(source, tmp_path, monkeypatch, made_before):
+def test_what_is_refused_before_it_writes_leaves_nothing(source, tmp_path, monkeypatch, made_before):
     destination = tmp_path / "low"
     if made_before:
         destination.mkdir()

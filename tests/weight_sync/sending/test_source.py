@@ -209,7 +209,7 @@ def test_what_cannot_be_sent_is_refused_when_the_source_is_made(arguments, messa
         ({"mapping": MAPPING, "dtype": "int8"}, ValueError, r"dtype=int8; needs bfloat16, .*, or None"),
     ],
 )
-def test_an_argument_of_another_kind_is_refused_when_the_source_is_made(arguments, error, message):
+def test_an_argument_of_another_kind_is_refused_at_once(arguments, error, message):
     with pytest.raises(error, match=f"WeightSource: {message}"):
         WeightSource(llama(), **arguments)
 
