@@ -5,8 +5,10 @@ import socket
 import threading
 
 import numpy as np
+import pytest
 
 from jaxlowprec.weight_sync.bucket import pack
+from jaxlowprec.weight_sync.errors import Refused
 from jaxlowprec.weight_sync.manifest import Manifest
 from jaxlowprec.weight_sync.receiving.receiver import Receiver
 from jaxlowprec.weight_sync.transports.tcp import TcpReceiver, TcpTransport
@@ -82,3 +84,11 @@ def over_tcp(**options):
     receiver = Receiver(on_pause=engine.pause, on_resume=engine.resume)
     with TcpReceiver(receiver, SECRET, **options) as listening:
         yield receiver, listening, TcpTransport(*listening.address, SECRET), engine
+
+
+def require_refused_shape(transport):
+    """Sends version 2, after version 1, with a tensor of another shape: `begin` has to refuse it."""
+    name, array = next(iter(model(2).items()))
+    message = f"begin: {name!r} of version 2 has shape .*, and .* in version 1.*new transport"
+    with pytest.raises(Refused, match=message):
+        sync(transport, 2, model(2) | {name: np.stack([array, array])})

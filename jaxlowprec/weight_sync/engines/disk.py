@@ -61,7 +61,6 @@ class DiskEngine:
         self._engine_path = pathlib.Path(self._folders.path.absolute() if engine_path is None else engine_path)
         self._paused = False
         self._loaded = Loaded()
-        self._manifest: Manifest | None = None
 
     def version(self, timeout: float) -> int:
         """The newest version that is published or that the engine says it serves; text without a number counts as 0."""
@@ -73,9 +72,8 @@ class DiskEngine:
 
     def begin(self, version: int, manifest: Manifest, timeout: float) -> None:
         """Starts a new version. Raises Refused if shapes are not those of the version that was loaded last."""
-        self._loaded.check(version, manifest)
+        self._loaded.begin(version, manifest)
         self._folders.begin(version, manifest, timeout)
-        self._manifest = manifest
 
     def send(self, bucket: Bucket, timeout: float) -> None:
         """Writes the next bucket."""
@@ -97,8 +95,7 @@ class DiskEngine:
         except SyncError as error:
             self._go_back(before, error, timeout)
             raise
-        assert self._manifest is not None  # the folder took the commit of what began
-        self._loaded.now(version, self._manifest)
+        self._loaded.commit(version)
 
     def abort(self, reason: str, timeout: float) -> None:
         """Removes what was written since `begin`."""

@@ -16,9 +16,10 @@ class Loaded:
 
     def __init__(self) -> None:
         self._version, self._shapes = 0, dict[str, tuple[int, ...]]()
+        self._begun: dict[str, tuple[int, ...]] = {}
 
-    def check(self, version: int, manifest: Manifest) -> None:
-        """Raises Refused if a tensor of a new version has another shape than in the one that was loaded last."""
+    def begin(self, version: int, manifest: Manifest) -> None:
+        """A new version. Raises Refused if a tensor has another shape than in the one that was loaded last."""
         for entry in manifest.entries:
             shape = self._shapes.get(entry.name, entry.shape)
             if tuple(entry.shape) != tuple(shape):
@@ -27,8 +28,9 @@ class Loaded:
                     f"in version {self._version}, which the engine loaded; needs the shapes of the engine's model. If "
                     "the engine was started with another model, make a new transport"
                 )
+        self._begun = {entry.name: tuple(entry.shape) for entry in manifest.entries}
 
-    def now(self, version: int, manifest: Manifest) -> None:
-        """The engine has loaded a version."""
+    def commit(self, version: int) -> None:
+        """The engine has loaded the version that began."""
         self._version = version
-        self._shapes |= {entry.name: tuple(entry.shape) for entry in manifest.entries}
+        self._shapes |= self._begun

@@ -77,7 +77,6 @@ class VLLMTransfer:
         self._threads = concurrent.futures.ThreadPoolExecutor(workers)
         self._listening = self._paused = False
         self._loaded = Loaded()
-        self._manifest: Manifest | None = None
 
     def version(self, timeout: float) -> int:
         """The newest version that the engine says it serves or that a worker has received."""
@@ -97,9 +96,8 @@ class VLLMTransfer:
 
     def begin(self, version: int, manifest: Manifest, timeout: float) -> None:
         """Starts a new version. Raises Refused if shapes are not those of the version that was loaded last."""
-        self._loaded.check(version, manifest)
+        self._loaded.begin(version, manifest)
         self._all("begin", version, manifest, timeout)
-        self._manifest = manifest
 
     def send(self, bucket: Bucket, timeout: float) -> None:
         """Sends the next bucket to all workers at the same time."""
@@ -121,8 +119,7 @@ class VLLMTransfer:
         except SyncError as error:
             error.add_note("vLLM's model may hold parts of two versions: send another version, or restart it")
             raise
-        assert self._manifest is not None  # the workers took the commit of what began
-        self._loaded.now(version, self._manifest)
+        self._loaded.commit(version)
         if self._mode != "keep":  # drops prefixes that were computed with the old weights
             self._post("/reset_prefix_cache", timeout)
 
