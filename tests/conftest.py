@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, settings
 from jaxlowprec.wiring import native
 from tests.helpers import FAST_COMPILATION
 from tests.on_gpu import why_only_on_the_cpu
-from tests.which_cases import keep_pairs, keep_values
+from tests.which_cases import choose, leave_out
 
 ON_GPU = os.environ.get("JAXLOWPREC_TESTS_ON") == "cuda"  # the whole suite, as far as it is not about the CPU
 
@@ -37,14 +37,22 @@ def pytest_configure(config):
         os.environ["XLA_FLAGS"] = " ".join([*given, *added])
 
 
+def pytest_report_header(config):
+    if not config.getoption("--slow"):
+        return "slow tests, and most combinations of parameters, are left out: --slow runs them"
+    return None
+
+
+@pytest.hookimpl(trylast=True)  # when all marks and fixtures have given their values
+def pytest_generate_tests(metafunc):
+    choose(metafunc)
+
+
 def pytest_collection_modifyitems(config, items):
     for item in items if ON_GPU else ():
         if why := why_only_on_the_cpu(item):
             item.add_marker(pytest.mark.skip(reason=why))
-    if not config.getoption("--slow"):
-        keep_values(config, items)
-    elif not config.getoption("--every-case"):
-        keep_pairs(config, items)
+    leave_out(config, items)
 
 
 def pytest_collection_finish():

@@ -1,67 +1,56 @@
 """Which cases of the suite run: each value of a parameter, with --slow each pair of values, with --every-case all.
 
-Most mistakes show where two parameters have certain values; a function with hundreds of cases compiles for minutes.
+Most mistakes show where two parameters have certain values; a function with hundreds of cases compiles for minutes. The
+choice is made while pytest multiplies a function's parameters: a case that does not run never becomes a test.
 """
 
-import collections
 import itertools
-
-import pytest
 
 FEW, MANY = 4, 8
 """Functions with more cases than this run by single values, and with --slow by pairs."""
 
 
-def keep_values(config, items):
-    """Skips tests marked slow; of a function with more than a few cases, leaves so many that each value of a parameter
-    is in one of them. So each instruction set is there, and each format.
+def choose(metafunc):
+    """Leaves of a function's cases those that run in this mode.
 
-    Of a function marked sampled(n), whose single parameters have many values, it leaves every n-th case. As n is prime,
-    these have every instruction set. Tests for GPUs keep all cases: they are fast there, and a GPU is rare.
+    By default, of a function with more than a few cases, so many run that each value of a parameter is in one of them; of
+    one marked sampled(n), whose single parameters have many values, every n-th before that. With --slow, any two values of
+    two parameters meet in a case: five, four, three, two and two values are 240 cases, and about 20 by pairs. The values of
+    fixtures count, too. Tests for GPUs keep all cases: they are fast there, and a GPU is rare.
     """
-    kept, others, seen = [], [], collections.Counter()
-    for item in items:
-        sampled = item.get_closest_marker("sampled")
-        if {"slow", "every_case"} & set(item.keywords):
-            item.add_marker(pytest.mark.skip(reason="slow; run with --slow"))
-        if {"slow", "every_case", "gpu"} & set(item.keywords):
-            kept.append(item)
-            continue
-        others += [] if sampled and seen[_function(item)] % sampled.args[0] else [item]
-        seen[_function(item)] += 1
-    _keep(config, items, {*kept, *_covering_many(others, FEW, 1)})
+    calls = metafunc._calls  # the product of all parameters, for which pytest has no public name
+    marks, option = metafunc.definition.get_closest_marker, metafunc.config.getoption
+    if len(calls) < 2 or option("--every-case") or marks("gpu"):
+        return
+    chosen = [call for call in calls if not _too_slow({mark.name for mark in call.marks}, option)]
+    if option("--slow"):
+        chosen = covering(chosen, 2) if len(chosen) > MANY else chosen
+    else:
+        chosen = chosen[:: marks("sampled").args[0]] if marks("sampled") else chosen
+        chosen = covering(chosen, 1) if len(chosen) > FEW else chosen
+    calls[:] = chosen or calls[:1]  # without any, pytest would call the function without arguments: `leave_out` drops it
 
 
-def keep_pairs(config, items):
-    """Leaves out what is marked every_case; of a function with many cases, leaves so many that any two values of two
-    parameters meet in one of them.
-
-    Parameters are those of fixtures, too. Five, four, three, two and two values are 240 cases, and about 20 by pairs.
-    """
-    _keep(config, items, _covering_many((item for item in items if "every_case" not in item.keywords), MANY, 2))
+def leave_out(config, items):
+    """Drops the tests that are marked slow or every_case, unless the options ask for them."""
+    dropped = [item for item in items if _too_slow(item.keywords, config.getoption)]
+    config.hook.pytest_deselected(items=dropped)
+    items[:] = [item for item in items if item not in set(dropped)]
 
 
-def _keep(config, items, chosen):
-    config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
-    items[:] = [item for item in items if item in chosen]
-
-
-def _covering_many(items, most, size):
-    """The items, but of functions with more than so many cases only covering ones."""
-    cases = collections.defaultdict(list)
-    for item in items:
-        cases[_function(item)].append(item)
-    return {item for found in cases.values() for item in (found if len(found) <= most else covering(found, size))}
+def _too_slow(marks, option):
+    return ("slow" in marks and not option("--slow")) or ("every_case" in marks and not option("--every-case"))
 
 
 def covering(cases, size):
     """Cases of one function in which each value occurs, and with a size of 2 each pair of values that a case has."""
-    combinations = {case: _combinations(case.callspec.params, size) for case in cases}
-    missing = set().union(*combinations.values())
+    combinations = [(case, _combinations(case.params, size)) for case in cases]
+    missing = set().union(*(found for _, found in combinations))
     chosen = []
     while missing:
-        chosen.append(max(cases, key=lambda case: len(combinations[case] & missing)))
-        missing -= combinations[chosen[-1]]
+        case, found = max(combinations, key=lambda each: len(each[1] & missing))
+        chosen.append(case)
+        missing -= found
     return chosen
 
 
@@ -76,7 +65,3 @@ def _identity(value):
     if isinstance(value, int):
         return type(value), hex(value)  # decimal digits of large numbers take long
     return (type(value), value) if isinstance(value, str | float) else id(value)
-
-
-def _function(item):
-    return item.nodeid.partition("[")[0]
