@@ -77,13 +77,13 @@ gpu-check:
 	touch $@
 
 .venv/linters: .venv/installed
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	$(BIN)/python scripts/extras.py dev | xargs $(BIN)/python -m pip install --quiet --disable-pip-version-check
 	touch $@
 
 # Docstrings are read, not imported: the site needs neither JAX nor the kernels.
 .venv/docs: pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python scripts/site/requirements.py | xargs $(BIN)/python -m pip install --quiet --disable-pip-version-check
+	$(BIN)/python scripts/extras.py docs | xargs $(BIN)/python -m pip install --quiet --disable-pip-version-check
 	touch $@
 
 clean:
