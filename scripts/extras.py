@@ -1,4 +1,4 @@
-"""Prints what extras of pyproject.toml require, without this package: extras.py EXTRA... . pip would install it, too."""
+"""Prints what extras of pyproject.toml require, without this package, which pip would install, too: extras.py EXTRA..."""
 
 import pathlib
 import sys

@@ -13,10 +13,10 @@ FEW, MANY = 4, 8
 def choose(metafunc):
     """Leaves of a function's cases those that run in this mode.
 
-    By default, of a function with more than a few cases, so many run that each value of a parameter is in one of them; of
-    one marked sampled(n), whose single parameters have many values, every n-th before that. With --slow, any two values of
-    two parameters meet in a case: five, four, three, two and two values are 240 cases, and about 20 by pairs. The values of
-    fixtures count, too. Tests for GPUs keep all cases: they are fast there, and a GPU is rare.
+    By default, of a function with more than a few cases, so many run that each value of a parameter is in one of them;
+    of one marked sampled(n), whose single parameters have many values, every n-th before that. With --slow, any two
+    values of two parameters meet in a case: five, four, three, two and two values are 240 cases, and about 20 by pairs.
+    The values of fixtures count, too. Tests for GPUs keep all cases: they are fast there, and a GPU is rare.
     """
     calls = metafunc._calls  # the product of all parameters, for which pytest has no public name
     marks, option = metafunc.definition.get_closest_marker, metafunc.config.getoption
@@ -28,7 +28,9 @@ def choose(metafunc):
     else:
         chosen = chosen[:: marks("sampled").args[0]] if marks("sampled") else chosen
         chosen = covering(chosen, 1) if len(chosen) > FEW else chosen
-    calls[:] = chosen or calls[:1]  # without any, pytest would call the function without arguments: `leave_out` drops it
+    calls[:] = (
+        chosen or calls[:1]
+    )  # without any, pytest would call the function without arguments: `leave_out` drops it
 
 
 def leave_out(config, items):

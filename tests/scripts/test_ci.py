@@ -69,7 +69,10 @@ class TestRun:
             git.write_text(f"#!/bin/sh\necho {commits}\n")
             git.chmod(0o755)
             given = {key: value for key, value in os.environ.items() if key != "RELEASE"}
-            given |= {"PATH": f"{git.parent}:{os.environ['PATH']}", "XDG_CACHE_HOME": str(tmp_path / "cache")} | variables
+            given |= {
+                "PATH": f"{git.parent}:{os.environ['PATH']}",
+                "XDG_CACHE_HOME": str(tmp_path / "cache"),
+            } | variables
             command = [shutil.which("bash"), tmp_path / ".ci/run", *arguments]
             return subprocess.run(command, env=given, capture_output=True, text=True, check=False)
 
