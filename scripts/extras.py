@@ -1,4 +1,4 @@
-"""Prints what extras of pyproject.toml require, without this package, which pip would install, too: extras.py EXTRA..."""
+"""Prints what extras of pyproject.toml require, but for this package, which pip would install: extras.py EXTRA..."""
 
 import pathlib
 import sys
