@@ -21,4 +21,4 @@ emulate=ON
 grep -qw avx512_bf16 /proc/cpuinfo 2>/dev/null && emulate=${EMULATE:-OFF}
 run release "" . "${cublas[@]}" -DJAXLOWPREC_EMULATE_AVX512=$emulate
 run address address,undefined . -DJAXLOWPREC_CUDA=OFF -DJAXLOWPREC_ISAS="${ISAS:-avx2}"
-run thread thread parallel_for -DJAXLOWPREC_CUDA=OFF -DJAXLOWPREC_ISAS=
+run thread thread parallel_for -DJAXLOWPREC_CUDA=OFF -DJAXLOWPREC_ISAS=portable

@@ -4,6 +4,7 @@
 #include <cstdlib>
 
 #include "matmul/bf16_kernels.h"
+#include "processor.h"
 
 namespace jaxlowprec {
 
@@ -26,32 +27,25 @@ namespace {
 #if defined(JLP_HAVE_AVX512_BF16)
 /// Null where the processor does not have it, or its dot product gives other bytes. It must have AVX-512.
 const Kernels* bf16_kernels() {
-  static const bool usable = __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vbmi") &&
-                             avx512_bf16::dot_gives_the_same_bytes();
+  static const bool usable = processor::has_avx512_bf16() && avx512_bf16::dot_gives_the_same_bytes();
   static const Kernels kernels = usable ? avx512_bf16::kernels() : Kernels{};
   return usable ? &kernels : nullptr;
 }
-
-/// Whether a dot product of AVX512_BF16 takes longer than the two multiply-adds that it replaces, and so GEMMs with it take
-/// longer than AVX-512's. Intel's Emerald Rapids starts one in two cycles, in which it does four multiply-adds; GEMMs of
-/// 8-bit codes take it 1.6 to 2.1 times as long. AMD's Zen 5 starts two in each cycle.
-bool bf16_dot_is_slow() { return __builtin_cpu_is("intel"); }
 #endif
 
 std::vector<const Kernels*> available() {
   std::vector<const Kernels*> found;
 #if defined(JLP_HAVE_AVX512)
-  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
-      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vnni")) {
+  if (processor::has_avx512()) {
     found.push_back(&avx512::kernels);
 #if defined(JLP_HAVE_AVX512_BF16)
-    if (const Kernels* kernels = bf16_kernels()) found.insert(bf16_dot_is_slow() ? found.end() : found.begin(), kernels);
+    if (const Kernels* kernels = bf16_kernels())
+      found.insert(processor::bf16_dot_is_slow() ? found.end() : found.begin(), kernels);
 #endif
   }
 #endif
 #if defined(JLP_HAVE_AVX2)
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c"))
-    found.push_back(&avx2::kernels);
+  if (processor::has_avx2()) found.push_back(&avx2::kernels);
 #endif
   found.push_back(&portable::kernels);
   return found;
