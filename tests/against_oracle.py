@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-import jaxlowprec as jlp
 from tests import numpy_oracle
+from tests.eager import jlp
 from tests.helpers import as_bytes, assert_same_numbers
 from tests.numpy_oracle import weight_only
 

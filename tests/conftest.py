@@ -83,15 +83,10 @@ def refused_by(monkeypatch, capsys):
     return run
 
 
-@pytest.fixture(params=["cuda"] if ON_GPU else native.available_isas() or ["no native library"])
-def isa(request):
-    """Every instruction set that this machine can run, one after the other; or the GPU's kernels."""
-    if ON_GPU:
-        yield request.param
-        return
-    if not native.available_isas():
+@pytest.fixture
+def isa():
+    """The instruction set in use, the best that this machine can run; or the GPU's kernels. tests/cpp holds all
+    instruction sets to one set of bytes."""
+    if not ON_GPU and not native.available_isas():
         pytest.fail(f"the native library is missing: {native.library().reason}")
-    before = native.isa()
-    native.use_isa(request.param)
-    yield request.param
-    native.use_isa(before)
+    return "cuda" if ON_GPU else native.isa()

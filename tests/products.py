@@ -1,7 +1,6 @@
 """Products in one compilation, how far a GEMM may be from the exact one, and what a function compiles to and keeps."""
 
 import collections
-import functools
 import re
 
 import jax
@@ -12,6 +11,7 @@ import jaxlowprec as jlp
 from jaxlowprec.ops.scaled_matmul import cuda
 from jaxlowprec.wiring import native
 from tests.helpers import quantized_from_bytes
+from tests.ops.implementations import with_options
 
 
 def operands(sizes, pair, seed=0, **fields):
@@ -21,9 +21,12 @@ def operands(sizes, pair, seed=0, **fields):
     return a, quantized_from_bytes((*batch, n, k), pair[1], seed + 1, **fields)
 
 
-@functools.partial(jax.jit, static_argnames="implementation")
 def products(pairs, implementation):
-    """Of each pair of operands, in one compilation."""
+    """Of each pair of operands, in one program."""
+    return with_options(_products, implementation)(pairs)
+
+
+def _products(pairs, implementation):
     return [jlp.scaled_matmul(*pair, out_dtype=jnp.float32, implementation=implementation) for pair in pairs]
 
 
@@ -33,14 +36,17 @@ def _options(extras, case):
     return {name: extras[dtype][name] for name in names} | {"activation": activation, "out_dtype": out_dtype}
 
 
-@functools.partial(jax.jit, static_argnames=("cases", "implementation"))
 def with_epilogues(a, b, extras, cases, implementation):
-    """The result and, with a GELU, result and pre-activation for each case, in one compilation.
+    """The result and, with a GELU, result and pre-activation for each case, in one program.
 
     Arguments:
         extras: by dtype, the operands of epilogues by their argument's name.
         cases: (names of the operands taken, activation, their dtype, out_dtype) of each.
     """
+    return with_options(_with_epilogues, implementation, cases=cases)(a, b, extras)
+
+
+def _with_epilogues(a, b, extras, *, cases, implementation):
     found = []
     for case in cases:
         options = _options(extras, case) | {"implementation": implementation}

@@ -191,9 +191,11 @@ def define(
     mlir.register_lowering(primitive, _lowering(unavailable("not for this platform") if only_native else reference))
     for platform, why in (missing or {}).items() if only_native else ():
         mlir.register_lowering(primitive, _lowering(unavailable(f"not for {platform}: {why}")), platform=platform)
+    primitive.native = {}  # the kernels' calls by platform: tests make them without a compiled program
     if native:
         for platform in platforms:
             body = native[platform] if isinstance(native, Mapping) else native
+            primitive.native[platform] = body
             mlir.register_lowering(primitive, _lowering(_unless_empty(body, reference)), platform=platform)
 
     def bind(*args):

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from jax import export
 from jax.sharding import PartitionSpec as P
 
-import jaxlowprec as jlp
+from tests.eager import jlp
 from tests.helpers import FLOATS, assert_same_bytes, random_array
 from tests.numpy_oracle import producers
 from tests.ops.implementations import ByKernels, ByReference

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax import export
 
-import jaxlowprec as jlp
+from tests.eager import jlp
 from tests.helpers import FLOATS, ONE_OF_EACH, assert_same_bytes, format_name, often, random_array
 from tests.ops.implementations import ByKernels, ByReference
 

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import jaxlowprec as jlp
 from tests import numpy_oracle
+from tests.eager import jlp
 from tests.helpers import FLOATS, assert_same_bytes, assert_same_numbers, often, random_array
 from tests.ops.implementations import ByKernels, ByReference
 

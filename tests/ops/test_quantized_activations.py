@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec as P
 
-import jaxlowprec as jlp
 from jaxlowprec.ops.activations.api import ACTIVATIONS, activated, activation_gradients
 from jaxlowprec.ops.activations.quantized import quantized_activation, quantized_activation_gradients
 from jaxlowprec.ops.activations.reference import RULES
+from tests.eager import jlp
 from tests.helpers import FLOATS, assert_same_bytes, random_array
 from tests.ops.implementations import ByKernels, ByReference
 from tests.ops.test_quantized_norms import DIRECTIONS, FORMATS, WORDS

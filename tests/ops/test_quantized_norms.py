@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-import jaxlowprec as jlp
 from jaxlowprec.ops.norms.api import NormSpec, normed
 from jaxlowprec.ops.norms.quantized import quantized_norm
+from tests.eager import jlp
 from tests.helpers import FLOATS, assert_same_bytes
 from tests.ops.implementations import ByKernels, ByReference
 from tests.ops.test_result_amaxes import norm_operands

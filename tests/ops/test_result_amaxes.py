@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-import jaxlowprec as jlp
 from jaxlowprec.ops.activations.api import activated, activation_gradients
 from jaxlowprec.ops.amax.api import amax
 from jaxlowprec.ops.amax.wanted import Amaxes
 from jaxlowprec.ops.norms.api import NormSpec, normed
+from tests.eager import jlp
 from tests.helpers import FLOATS, assert_same_bytes, random_array
 from tests.ops.implementations import ByKernels, ByReference
 from tests.ops.test_activations import HOSTILE, KINDS, operands

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-import jaxlowprec as jlp
 from jaxlowprec.ops.activations.api import activation_gradients
 from jaxlowprec.ops.amax.wanted import Amaxes
 from jaxlowprec.ops.sum_over_rows.op import sum_over_rows_op
+from tests.eager import jlp
 from tests.helpers import FLOATS, assert_same_bytes, random_array
 from tests.numpy_oracle import producers
 from tests.ops.implementations import ByKernels, ByReference

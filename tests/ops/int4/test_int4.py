@@ -10,8 +10,8 @@ import pytest
 from jax import export
 from jax.sharding import PartitionSpec as P
 
-import jaxlowprec as jlp
 from tests.cuda_without_gpu.claiming_cuda import claiming_cuda, custom_calls
+from tests.eager import jlp
 from tests.helpers import FLOATS, ONE_OF_EACH, as_bytes, assert_same_bytes, random_array
 from tests.numpy_oracle import int4 as oracle
 from tests.ops.implementations import ByKernels, ByReference

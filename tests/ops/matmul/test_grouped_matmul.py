@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import jaxlowprec as jlp
 from jaxlowprec.arrays.hadamard import Hadamard
 from jaxlowprec.ops.grouped_matmul.api import (
     group_amaxes,
@@ -21,6 +20,7 @@ from jaxlowprec.ops.grouped_matmul.plain import plain_rows, plain_wgrad
 from jaxlowprec.ops.grouped_matmul.weight_only import grouped_weight_only
 from tests.against_oracle import product, weight_only_product
 from tests.against_oracle import quantized as quantized_by_oracle
+from tests.eager import jlp
 from tests.helpers import CHOSEN_SCALES, as_bytes, assert_same_bytes, format_name, often, random_array
 
 pytestmark = pytest.mark.sampled(7)

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import jaxlowprec as jlp
 from tests import numpy_oracle
 from tests.against_oracle import assert_multiplies, product, slices
+from tests.eager import jlp
 from tests.helpers import (
     FLOATS,
     assert_same_bytes,

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from jax import export
 from jax.sharding import PartitionSpec as P
 
-import jaxlowprec as jlp
 from tests.against_oracle import weight_only_product
+from tests.eager import jlp
 from tests.helpers import FLOATS, assert_same_bytes, assert_same_numbers, often, python_environment, random_array
 from tests.helpers import quantized_from_bytes as floats_from_bytes
 from tests.ops.implementations import ByKernels, ByReference

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-import jaxlowprec as jlp
 from jaxlowprec.ops.weight_only_matmul.api import weight_only_matmuls
+from tests.eager import jlp
 from tests.helpers import assert_same_bytes, random_array
 from tests.sharding.meshes import collectives, mesh_of, place
 

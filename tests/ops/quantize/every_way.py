@@ -1,15 +1,15 @@
-"""Arrays quantised in several ways, in one compilation, and what the oracle makes of them.
+"""Arrays quantised in several ways, in one program, and what the oracle makes of them.
 
 A way is (rounding, axis, rotation); with None for the axis it is both axes in one pass, whose rows are not rotated.
 """
 
-import functools
 import itertools
 
 import jax
 
 import jaxlowprec as jlp
 from tests.against_oracle import assert_matches_quantized, quantized
+from tests.ops.implementations import with_options
 
 KEY = jax.random.key(7)
 KEYS = {"nearest": None, "stochastic": KEY, "eden": KEY}
@@ -20,17 +20,19 @@ def ways(roundings=ROUNDINGS, axes=(-1, -2, None), rotations=(None,)):
     return tuple(itertools.product(roundings, axes, rotations))
 
 
-@functools.partial(jax.jit, static_argnames=("fmt", "ways", "implementation"))
 def by_implementation(arrays, fmt, ways, implementation, given=None):
     """Each array in each way; `given` are further arguments that are arrays, for every axis the same."""
+    return with_options(_in_every_way, implementation, fmt=fmt, ways=ways)(arrays, given or {})
+
+
+def _in_every_way(arrays, given, *, fmt, ways, implementation):
     found = []
     for x, (rounding, axis, hadamard) in itertools.product(arrays, ways):
         how = hadamard or False, rounding, KEYS[rounding]
-        options = given or {}
         if axis is not None:
-            found.append(jlp.quantize(x, fmt, axis, *how, implementation=implementation, **options))
+            found.append(jlp.quantize(x, fmt, axis, *how, implementation=implementation, **given))
             continue
-        options = options | ({"amax": (options["amax"],) * 2} if "amax" in options else {})
+        options = given | ({"amax": (given["amax"],) * 2} if "amax" in given else {})
         found += jlp.quantize_both(x, fmt, *how, implementation=implementation, **options)
     return found
 

@@ -18,7 +18,7 @@ def spread(shape, exponent, spread_, dtype, seed=0):
     rng = np.random.default_rng(seed)
     exponents = exponent + rng.integers(-spread_, spread_ + 1, shape)
     with np.errstate(over="ignore"):
-        return jnp.asarray(np.ldexp(rng.standard_normal(shape), exponents).astype(np.float32)).astype(dtype)
+        return np.ldexp(rng.standard_normal(shape), exponents).astype(np.float32).astype(jnp.dtype(dtype))
 
 
 @st.composite
@@ -26,7 +26,7 @@ def any_floats(draw):
     """NaN, infinity, subnormals, zeros of both signs, in blocks of their own and beside others."""
     floats = st.floats(width=32) | st.sampled_from([*GRID, 1e-40, -0.0])
     values = draw(st.lists(floats, min_size=1, max_size=48))
-    return jnp.asarray(np.resize(np.array(values, np.float32), (19, 160)))
+    return np.resize(np.array(values, np.float32), (19, 160))
 
 
 @st.composite
@@ -38,7 +38,7 @@ def ties_and_outliers(draw):
     blocks = x.reshape(19, 10, 16)
     at = np.random.default_rng(seed).integers(0, 16, (19, 10))
     np.put_along_axis(blocks, at[..., None], np.take_along_axis(blocks, at[..., None], 2) * 2.0**outlier, 2)
-    return jnp.asarray(x)
+    return x
 
 
 @functools.cache
@@ -71,4 +71,4 @@ def beside_ties(rule, height, exponent=0):
         low, high = np.where(is_low, middle, low), np.where(is_low, high, middle)
     (lower, its), (upper, others) = between(low), between(high)
     assert (its != others).all() and np.abs(upper - lower).max() <= 2.0 ** (exponent - 22)
-    return jnp.asarray(np.concatenate([lower, upper]).reshape(512, 16)), jnp.float32(g)
+    return np.concatenate([lower, upper]).reshape(512, 16), g

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import jaxlowprec as jlp
 from tests.against_oracle import assert_dequantizes, dequantized
+from tests.eager import jlp
 from tests.helpers import (
     FLOATS,
     FORMATS,

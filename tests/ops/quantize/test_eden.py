@@ -12,9 +12,9 @@ from jax import export
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-import jaxlowprec as jlp
 from jaxlowprec.ops.quantize import eden
 from jaxlowprec.ops.quantize.philox import Draws
+from tests.eager import jlp
 from tests.helpers import FLOATS, as_bytes, assert_same_bytes, often, random_array
 from tests.ops.implementations import ByKernels, ByReference
 from tests.ops.quantize.every_way import KEY, assert_all_match, by_implementation, ways

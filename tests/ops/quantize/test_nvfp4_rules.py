@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import jaxlowprec as jlp
+from tests.eager import jlp
 from tests.helpers import assert_same_bytes, random_array
 from tests.ops.quantize.test_quantize import NVFP4_SHAPES
 

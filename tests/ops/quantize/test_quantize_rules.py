@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import jaxlowprec as jlp
+from tests.eager import jlp
 from tests.helpers import FLOATS, FORMATS, ONE_OF_EACH, as_bytes, assert_same_bytes, format_name, random_array
 from tests.ops.implementations import ByKernels, ByReference
 

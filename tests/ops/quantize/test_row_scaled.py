@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-import jaxlowprec as jlp
+from tests.eager import jlp
 from tests.helpers import assert_same_bytes, random_array
 from tests.sharding.meshes import collectives, mesh_of
 

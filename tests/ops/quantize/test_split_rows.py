@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-import jaxlowprec as jlp
 from jaxlowprec.ops.scaled_matmul.api import scaled_matmul_of_rows
+from tests.eager import jlp
 from tests.helpers import ONE_OF_EACH, assert_same_bytes, format_name, often, random_array
 from tests.ops.matmul.test_scaled_matmul_formats import ONE_OF_EACH_KIND, pair_name
 from tests.sharding.meshes import by_axis_type, mesh_of, on_mesh

@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import jaxlowprec as jlp
 from jaxlowprec.ops.statistics import finish, reference
 from jaxlowprec.ops.statistics.op import moments_op, outliers_op, ragged_of, statistics_op, sums_op
+from tests.eager import jlp
 from tests.telemetry.test_statistics import FORMATS as EVERY_FORMAT
 
 pytestmark = pytest.mark.sampled(5)
