@@ -1,4 +1,4 @@
-"""Recipes to test with: one of each kind, and with their options."""
+"""Recipes to test with: one of each kind, with their options, and one for each structure of a layer's program."""
 
 import jax.numpy as jnp
 
@@ -68,6 +68,34 @@ RECIPES = {
 def recipes(*names):
     """Some of RECIPES, by name."""
     return {name: RECIPES[name] for name in names}
+
+
+STRUCTURES = recipes(
+    *("bf16", "nvfp4", "nvfp4 row-scaled", "mxfp8", "fp8_delayed", "int4_qat clipped", "nvfp4_qat"),
+    *("high precision forward", "high precision backward", "dequantized backward", "gradients only"),
+)
+"""A recipe for each structure of a layer's program. Recipes of one structure differ in what operations do, which their
+own tests try; tests/recipes/test_structures.py says which recipe has which structure and which formats."""
+
+
+def structure_of(recipe):
+    """What a layer does under a recipe. Formats, roundings and rotations it hands to the operations, whose tests have
+    each of them."""
+    if recipe is None:
+        return "high precision"
+    roles = recipe.roles()
+    if roles.ste is not None:
+        return "weight only" + (f", served in {roles.served_dtype}" if roles.served_dtype else "")
+    if recipe.delayed is not None:
+        return "delayed scaling"
+    if roles.fprop is not None:
+        return "forward in high precision" if roles.fprop == "high_precision" else "forward with roles of its own"
+    if recipe.backward_override is not None:
+        return f"backward {recipe.backward_override}"
+    if roles.input is None or roles.weight is None:
+        return "gradients only"
+    amaxes = any(role.format.scaling in ("two_level", "tensor") for role in (roles.input, roles.weight, roles.gradient))
+    return "amaxes, then three GEMMs" if amaxes else "three GEMMs"
 
 
 def state_for(recipe):

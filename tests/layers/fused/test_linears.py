@@ -11,6 +11,7 @@ from jaxlowprec.models.lora import Adapter, LoRAKernel
 from jaxlowprec.recipes.transformer_engine import Calibrating
 from tests.helpers import assert_same_bytes, often, random_array
 from tests.layers.fused.layers import (
+    CASES,
     EVERY,
     EXACT,
     KEY,
@@ -42,12 +43,9 @@ def check(recipe, given, **options):
     x, kernels, biases, dys = given
     own = EVERY[recipe] if isinstance(recipe, str) else recipe
     options = {"biases": biases, "recipe": own, **options}
-    ys, dx, further = step(jlp.linears, x, kernels, tuple(dys), **options)
-    expected_ys, expected_dx, expected = step(separate_linears, x, kernels, tuple(dys), **options)
-    assert_same_bytes((ys, further), (expected_ys, expected))
-    if recipe not in ALONE:
-        expected_dx = summed_dx(recipe, x, kernels, dys, options)
-    assert_same_bytes(dx, expected_dx)
+    found = step(jlp.linears, x, kernels, tuple(dys), **options)
+    sum_dx = None if recipe in ALONE else summed_dx(recipe, options)
+    assert_same_bytes(found, step(separate_linears, x, kernels, tuple(dys), sum_dx=sum_dx, **options))
 
 
 def dgrad_in_high_precision(recipe, w, dtype):
@@ -57,17 +55,18 @@ def dgrad_in_high_precision(recipe, w, dtype):
     return w.astype(dtype) if recipe in ("high precision backward", "gradients only") else None
 
 
-def summed_dx(recipe, x, kernels, dys, options):
-    """Each layer's gradient of x in float32, as a float32 x gets it, added in order and rounded once to x's dtype.
+def summed_dx(recipe, options):
+    """A function of x, kernels, states and dys: each layer's gradient of x in float32, as a float32 x gets it, added in
+    order and rounded once to x's dtype.
 
     float32 has the numbers of other dtypes, so that x and gradients are quantised to the same bits.
     """
-    own = {name: value for name, value in options.items() if name not in ("recipe", "biases", "precision")}
+    own = {name: value for name, value in options.items() if name in ("names", "key")}
 
-    def total(x, kernels, dys):
+    def total(x, kernels, states, dys):
         found = []
         for i, (w, dy) in enumerate(zip(kernels, dys, strict=True)):
-            more = {"recipe": options["recipe"]} | arguments(i, **own)
+            more = {"recipe": options["recipe"]} | arguments(i, states=states, **own)
             if (decoded := dgrad_in_high_precision(recipe, w, dys[0].dtype)) is not None:
                 w, more = decoded, {"recipe": None}
 
@@ -77,20 +76,19 @@ def summed_dx(recipe, x, kernels, dys, options):
             found += jax.vjp(layer, x.astype(jnp.float32))[1](dy.astype(jnp.float32))
         return functools.reduce(jnp.add, found).astype(x.dtype)
 
-    return jax.jit(total, compiler_options=EXACT)(x, kernels, dys)
+    return total
 
 
 @pytest.mark.sampled(5)
-@pytest.mark.parametrize("recipe", often(OFTEN, EVERY))
+@pytest.mark.parametrize("recipe", often(OFTEN, CASES))
 def test_bits_are_those_of_separate_linears(recipe):
     given = operands((40, 64), FEATURES)
     check(recipe, given, names=NAMES, states=states_for(EVERY[recipe], 3), key=KEY)
 
 
-def test_layers_without_keys_have_bits_by_name():
-    given = operands((40, 64), (32, 32))
-    check("nvfp4", given, names=("a", "b"))
-    check("nvfp4", given)
+@pytest.mark.parametrize("names", often([("a", "b")], [("a", "b"), None]))
+def test_layers_without_keys_have_bits_by_name(names):
+    check("nvfp4", operands((40, 64), (32, 32)), names=names)
 
 
 @pytest.mark.sampled(3)
@@ -135,7 +133,13 @@ def test_precision_is_that_of_each(precision):
 class TestQuantisedKernels:
     given = operands((2, 16, 64), (32, 48))
 
-    @pytest.mark.parametrize("recipe", [NVFP4, MXFP8, jlp.Int4QAT(group_size=16)], ids=["nvfp4", "mxfp8", "int4_qat"])
+    each_recipe = pytest.mark.parametrize(
+        "recipe",
+        [pytest.param(NVFP4, marks=pytest.mark.slow), MXFP8, jlp.Int4QAT(group_size=16)],
+        ids=["nvfp4", "mxfp8", "int4_qat"],
+    )
+
+    @each_recipe
     @pytest.mark.parametrize("which", [(True, True), (True, False)], ids=["both", "one"])
     def test_kernels_quantised_once(self, recipe, which):
         x, kernels, biases, dys = self.given
@@ -146,22 +150,27 @@ class TestQuantisedKernels:
         results = step(jlp.linears, x, kernels, tuple(dys), quantized_kernels=quantized, **options)
         assert_same_bytes(results, step(jlp.linears, x, kernels, tuple(dys), **options))
 
-    @pytest.mark.parametrize("recipe", [NVFP4, MXFP8, jlp.Int4QAT(group_size=16)], ids=["nvfp4", "mxfp8", "int4_qat"])
+    @each_recipe
     def test_without_the_kernels_themselves(self, recipe):
         x, kernels, biases, _ = self.given
         quantized = [jlp.quantize_kernel(w, recipe) for w in kernels]
-        ys = jlp.linears(x, [None, None], biases, recipe, quantized_kernels=quantized)
-        assert_same_bytes(ys, separate_linears(x, kernels, biases=biases, recipe=recipe))
+
+        @jax.jit
+        def both(quantized):
+            ys = jlp.linears(x, [None, None], biases, recipe, quantized_kernels=quantized)
+            return ys, separate_linears(x, kernels, biases=biases, recipe=recipe)
+
+        assert_same_bytes(*both(quantized))
 
     def test_their_gradient_of_x_needs_no_kernels(self):
         x, kernels, _, dys = self.given
-        quantized = [jlp.quantize_kernel(w, NVFP4) for w in kernels]
+        quantized = [jlp.quantize_kernel(w, MXFP8) for w in kernels]
 
         def dx(kernels, quantized):
-            call = functools.partial(jlp.linears, kernels=kernels, quantized_kernels=quantized, recipe=NVFP4)
+            call = functools.partial(jlp.linears, kernels=kernels, quantized_kernels=quantized, recipe=MXFP8)
             return jax.vjp(call, x)[1](tuple(dys))
 
-        assert_same_bytes(dx([None, None], quantized), dx(kernels, None))
+        assert_same_bytes(*jax.jit(lambda q: (dx([None, None], q), dx(kernels, None)))(quantized))
 
     @pytest.mark.parametrize("recipe", [None, jlp.Int4QAT(group_size=16)], ids=["none", "int4_qat"])
     def test_loaded_kernels(self, recipe):
@@ -170,14 +179,10 @@ class TestQuantisedKernels:
 
         def run(function):
             ys, pullback = jax.vjp(lambda x, b: function(x, loaded, biases=b, recipe=recipe), x, biases)
-            return ys, pullback(tuple(dys))
+            mixed = [loaded[0], kernels[1]]  # a loaded kernel among those that are trained
+            return ys, pullback(tuple(dys)), function(x, mixed, biases=biases, recipe=recipe)
 
-        assert_same_bytes(run(jlp.linears), run(separate_linears))
-        if recipe is not None:  # a loaded kernel among those that are trained
-            mixed = [loaded[0], kernels[1]]
-            assert_same_bytes(
-                jlp.linears(x, mixed, biases, recipe), separate_linears(x, mixed, biases=biases, recipe=recipe)
-            )
+        assert_same_bytes(*jax.jit(lambda: (run(jlp.linears), run(separate_linears)), compiler_options=EXACT)())
 
     @pytest.mark.parametrize("fmt", [jlp.Int4(16), jlp.NVFP4()], ids=str)
     def test_loaded_kernels_are_one_call(self, fmt):
@@ -195,7 +200,7 @@ class TestQuantisedKernels:
             ys, pullback = jax.vjp(lambda x, b: function(x, loaded, biases=b), x, biases)
             return ys, pullback(tuple(dys))
 
-        assert_same_bytes(step(jlp.linears), step(separate_linears))
+        assert_same_bytes(*jax.jit(lambda: (step(jlp.linears), step(separate_linears)), compiler_options=EXACT)())
         gate, up = (jlp.quantize(random_array((64, 48), seed=i), fmt, axis=-2) for i in (1, 2))
         down = jlp.quantize(random_array((48, 64), seed=3), fmt, axis=-2)
         assert calls(lambda x, *_, **__: jlp.mlp(x, [gate, up, down])) == (1, 1)
@@ -214,7 +219,7 @@ class TestQuantisedKernels:
 
             return jax.vjp(call, x, adapters)[1](tuple(dys))
 
-        assert_same_bytes(run(jlp.linears), run(separate_linears))
+        assert_same_bytes(*(jax.jit(run, static_argnums=0)(f) for f in (jlp.linears, separate_linears)))
 
 
 def test_calibration_records_for_each_layer():
@@ -224,7 +229,7 @@ def test_calibration_records_for_each_layer():
     options = {"states": states, "recipe": Calibrating(recipe)}
     results, expected = (step(f, x, kernels, tuple(dys), **options) for f in (jlp.linears, separate_linears))
     assert_same_bytes(results, expected)
-    assert_same_bytes(results[0], step(separate_linears, x, kernels, tuple(dys))[0])
+    assert_same_bytes(results[0], jax.jit(separate_linears)(x, kernels))
 
 
 class TestOneInput:

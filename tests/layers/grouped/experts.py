@@ -1,11 +1,11 @@
 """Experts as separate grouped products, which `grouped_mlp` must agree with, and steps of training of either."""
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 
 import jaxlowprec as jlp
 from tests.helpers import random_array
-from tests.layers.fused.layers import ACTIVATIONS, EVERY, EXACT
+from tests.layers.fused.layers import ACTIVATIONS, CASES, EVERY, EXACT, weights
 
 ROWS, K, F, N, E = 150, 64, 96, 48, 5
 SIZES = {
@@ -14,16 +14,14 @@ SIZES = {
     "nobody": (0, 0, 0, 0, 0),
 }
 NAMES = ("experts/gate", "experts/up", "experts/down")
-# Recipes that rows in groups refuse: square tiles of rows, another rotation than NVFP4's.
-REFUSED = ("fp8_block input 2d", "fp8_block gradient 2d", "fp8_current rotated stochastic")
-WITH_STATES = ("fp8_delayed", "fp8_delayed margin")  # see test_delayed_scaling.py
-TAKEN = {name: recipe for name, recipe in EVERY.items() if name not in REFUSED + WITH_STATES}
+TAKEN = {name: EVERY[name] for name in CASES if name != "fp8_delayed"}  # see test_delayed_scaling.py
+TAKEN |= {name: EVERY[name] for name in ("fp8_block", "fp8_current", "int4_qat")}
 
 
 def mlp_operands(*, gated=True, dtype="bfloat16", experts=E, features=N):
     """x, kernels, biases of which up has none, and the gradient of the result."""
     shapes = [(experts, K, F)] * (1 + gated) + [(experts, F, features)]
-    kernels = [random_array(shape, "float32", 1 + i) / 8 for i, shape in enumerate(shapes)]
+    kernels = [weights(shape, 1 + i) for i, shape in enumerate(shapes)]
     biases = [random_array((experts, shape[2]), "float32", 11 + i) for i, shape in enumerate(shapes)]
     biases[-2] = None
     return random_array((ROWS, K), dtype), kernels, biases, random_array((ROWS, features), dtype, 21)
@@ -48,4 +46,4 @@ def step(function, x, kernels, biases, dy, sizes=SIZES["uneven"], **options):
         y, pullback = jax.vjp(lambda x, w, b: function(x, w, sizes, b, **options), x, kernels, biases)
         return y, *pullback(dy)
 
-    return jax.jit(run, compiler_options=EXACT)(x, kernels, biases, dy, jnp.asarray(sizes, jnp.int32))
+    return jax.jit(run, compiler_options=EXACT)(x, kernels, biases, dy, np.asarray(sizes, np.int32))

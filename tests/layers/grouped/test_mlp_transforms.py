@@ -30,6 +30,7 @@ NVFP4, MXFP8 = jlp.NVFP4BlockScaling(), jlp.MXFP8BlockScaling()
 X, KERNELS, _, DY = mlp_operands()
 UNEVEN = jnp.asarray(SIZES["uneven"], jnp.int32)
 each_way = pytest.mark.parametrize("saved", SAVED)
+either = pytest.mark.parametrize("recipe", often([MXFP8], [NVFP4, MXFP8]), ids=["nvfp4", "mxfp8"])
 
 
 def gradients(saved, x=X, kernels=KERNELS, sizes=UNEVEN, dy=DY, recipe=NVFP4):
@@ -37,8 +38,13 @@ def gradients(saved, x=X, kernels=KERNELS, sizes=UNEVEN, dy=DY, recipe=NVFP4):
     return y, *pullback(dy)
 
 
+@functools.cache
+def compiled(saved, recipe):
+    return jax.jit(functools.partial(gradients, saved, recipe=recipe))
+
+
 def stacked(trees):
-    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)
+    return jax.tree.map(lambda *leaves: np.stack(leaves), *jax.device_get(trees))
 
 
 @pytest.mark.slow
@@ -46,7 +52,7 @@ def stacked(trees):
 @pytest.mark.parametrize("axes", [(0, None, 0), (None, 0, None), (0, 0, 0)], ids=["x", "kernels", "all"])
 def test_vmap_is_the_loop(saved, axes):
     xs, dys = random_array((2, ROWS, K), seed=51), random_array((2, *DY.shape), seed=52)
-    stacks = [jnp.stack([w, w[::-1]]) for w in KERNELS]
+    stacks = [np.stack([w, w[::-1]]) for w in KERNELS]
     sizes = jnp.asarray([SIZES["uneven"], SIZES["one takes all"]], jnp.int32)
     pairs = list(zip((xs, stacks, sizes), (X, KERNELS, UNEVEN), axes, strict=True))
     given = [many if axis == 0 else single for many, single, axis in pairs]
@@ -63,7 +69,7 @@ def test_vmap_is_the_loop(saved, axes):
 @each_way
 def test_a_scan_is_the_loop(saved):
     x, kernels, _, _ = mlp_operands(features=K)
-    stacks = [jnp.stack([w, w[::-1]]) for w in kernels]
+    stacks = [np.stack([w, w[::-1]]) for w in kernels]
 
     def layer(x, kernels):
         return x + jlp.grouped_mlp(x, kernels, UNEVEN, recipe=NVFP4, saved=saved), None
@@ -83,16 +89,18 @@ def test_a_scan_is_the_loop(saved):
     assert_same_bytes(run(lambda x, stacks: jax.lax.scan(layer, x, stacks)[0]), run(looped))
 
 
+@either
 @each_way
-def test_eager_and_jitted_bits_agree(saved):
-    assert_same_bytes(jax.jit(functools.partial(gradients, saved))(), gradients(saved))
+def test_eager_and_jitted_bits_agree(saved, recipe):
+    assert_same_bytes(compiled(saved, recipe)(X, KERNELS, UNEVEN, DY), gradients(saved, recipe=recipe))
 
 
+@either
 @each_way
-def test_remat_gives_the_same_bits(saved):
-    mlp = functools.partial(jlp.grouped_mlp, recipe=NVFP4, saved=saved)
-    run = lambda f: jax.jit(lambda: jax.vjp(lambda x, w: f(x, w, UNEVEN), X, KERNELS)[1](DY))()  # noqa: E731
-    assert_same_bytes(run(jax.checkpoint(mlp)), run(mlp))
+def test_remat_gives_the_same_bits(saved, recipe):
+    mlp = jax.checkpoint(functools.partial(jlp.grouped_mlp, recipe=recipe, saved=saved))
+    found = jax.jit(lambda x, kernels, dy: jax.vjp(lambda x, w: mlp(x, w, UNEVEN), x, kernels)[1](dy))(X, KERNELS, DY)
+    assert_same_bytes(found, compiled(saved, recipe)(X, KERNELS, UNEVEN, DY)[1:])
 
 
 @each_way
@@ -100,12 +108,13 @@ def test_remat_gives_the_same_bits(saved):
 def test_a_second_derivative_is_refused(saved, recipe):
     loss = lambda x: jlp.grouped_mlp(x, KERNELS, UNEVEN, recipe=recipe, saved=saved).astype(jnp.float32).sum()  # noqa: E731
     with pytest.raises(NotImplementedError, match="no second derivative"):
-        jax.jvp(jax.grad(loss), (X,), (X,))
+        jax.eval_shape(lambda x: jax.jvp(jax.grad(loss), (x,), (x,)), X)
 
 
+@either
 @each_way
-def test_an_exported_gradient_has_its_bits(saved):
-    step = jax.jit(functools.partial(gradients, saved))
+def test_an_exported_gradient_has_its_bits(saved, recipe):
+    step = compiled(saved, recipe)
     text = step.lower(X, KERNELS, UNEVEN, DY).as_text()
     names = {part.split("(")[0].strip() for part in text.split("stablehlo.custom_call @")[1:]}
     checks = [jax.export.DisabledSafetyCheck.custom_call(name) for name in names]
@@ -153,7 +162,7 @@ class TestMeshes:
     def test_within_shard_map_each_device_has_its_experts(self, saved, check_vma):
         """Under a recipe whose rounding does not depend on the number of an expert."""
         sizes = jnp.asarray([20, 44, 60, 4])
-        x, kernels, dy = X[:128], [w[:4] for w in KERNELS], DY[:128]
+        x, kernels, dy = np.asarray(X)[:128], [np.asarray(w)[:4] for w in KERNELS], np.asarray(DY)[:128]
         call = lambda x, w, sizes: jlp.grouped_mlp(x, w, sizes, recipe=MXFP8, saved=saved)  # noqa: E731
         mapped = jax.shard_map(call, mesh=mesh_of((2,)), in_specs=P("a"), out_specs=P("a"), check_vma=check_vma)
 

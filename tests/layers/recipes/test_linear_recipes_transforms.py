@@ -10,15 +10,17 @@ from jax.sharding import PartitionSpec as P
 
 import jaxlowprec as jlp
 from tests.helpers import assert_same_bytes, random_array
+from tests.layers.fused.layers import traced_calls
 from tests.low_precision import ALL, BASE, state_for, without_state
-from tests.products import native_calls
 from tests.sharding.meshes import mesh_of, place
 
 pytestmark = pytest.mark.sampled(5)
 
 each_recipe = pytest.mark.parametrize("recipe", ALL.values(), ids=ALL)
 each_base = pytest.mark.parametrize("recipe", BASE.values(), ids=BASE)
-X, W, DY = random_array((3, 32, 64)), random_array((3, 64, 48), "float32", 1), random_array((3, 32, 48), seed=2)
+X, W, DY = jax.device_get(
+    (random_array((3, 32, 64)), random_array((3, 64, 48), "float32", 1), random_array((3, 32, 48), seed=2))
+)
 
 
 def call(function, *args, recipe, **options):
@@ -33,12 +35,17 @@ def run(recipe, x, w, dy, function=jlp.linear, *before, **options):
 
 
 def stacked(results):
-    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *results)
+    return jax.tree.map(lambda *leaves: np.stack(leaves), *jax.device_get(results))
+
+
+@functools.cache
+def compiled(recipe):
+    return jax.jit(functools.partial(run, recipe))
 
 
 @functools.cache
 def each_slice(recipe):
-    return stacked([run(recipe, X[i], W[i], DY[i]) for i in range(3)])
+    return stacked([compiled(recipe)(X[i], W[i], DY[i]) for i in range(3)])
 
 
 class TestQuantizedKernel:
@@ -46,15 +53,17 @@ class TestQuantizedKernel:
     def test_reuse_gives_the_bytes_of_quantising_again(self, recipe):
         quantized = jlp.quantize_kernel(W[0], recipe, state=state_for(recipe))
         key = jax.random.key(0)
-        expected = run(recipe, X[0], W[0], DY[0], key=key)
-        assert_same_bytes(run(recipe, X[0], W[0], DY[0], key=key, quantized_kernel=quantized), expected)
-        assert_same_bytes(call(jlp.linear, X[0], None, recipe=recipe, quantized_kernel=quantized), expected[0])
+        step = jax.jit(lambda key, quantized: run(recipe, X[0], W[0], DY[0], key=key, quantized_kernel=quantized))
+        expected = step(key, None)
+        assert_same_bytes(step(key, quantized), expected)
+        alone = jax.jit(lambda quantized: call(jlp.linear, X[0], None, recipe=recipe, quantized_kernel=quantized))
+        assert_same_bytes(alone(quantized), expected[0])
 
     @each_base
     def test_is_not_quantised_again(self, recipe):
         quantized = jlp.quantize_kernel(W[0], recipe, state=state_for(recipe))
-        fresh = native_calls(functools.partial(run, recipe), X[0], W[0], DY[0])
-        reused = native_calls(functools.partial(run, recipe, quantized_kernel=quantized), X[0], W[0], DY[0])
+        fresh = traced_calls(functools.partial(run, recipe), X[0], W[0], DY[0])
+        reused = traced_calls(functools.partial(run, recipe, quantized_kernel=quantized), X[0], W[0], DY[0])
         assert (fresh["jaxlowprec_quantize"], reused["jaxlowprec_quantize"]) == (3, 2)
 
 
@@ -63,30 +72,31 @@ class TestProducts:
     def test_each_slice_of_a_batch_is_a_tensor_of_its_own(self, recipe):
         """Under delayed scaling they share the state, and so the scale."""
         dims = (((2,), (1,)), ((0,), (0,)))
-        y, pullback = jax.vjp(lambda x, w: call(jlp.dot_general, x, w, dims, recipe=recipe), X, W)
-        assert_same_bytes((y, *pullback(DY)), each_slice(recipe))
+        product = jax.jit(lambda x, w, dy: run(recipe, x, w, dy, lambda x, w, **o: jlp.dot_general(x, w, dims, **o)))
+        assert_same_bytes(product(X, W, DY), each_slice(recipe))
 
     @each_base
     def test_an_einsum_is_linear_on_matrices(self, recipe):
         x, w, dy = X[0].reshape(4, 8, 64), W[0].reshape(64, 4, 12), DY[0].reshape(4, 8, 4, 12)
-        y, dx, dw = run(recipe, x, w, dy, jlp.einsum, "btd,dhk->bthk")
-        expected = run(recipe, X[0], W[0], DY[0])
+        product = jax.jit(lambda *given: run(recipe, *given, jlp.einsum, "btd,dhk->bthk"))
+        y, dx, dw = jax.device_get(product(x, w, dy))
+        expected = compiled(recipe)(X[0], W[0], DY[0])
         assert_same_bytes((y.reshape(32, 48), dx.reshape(32, 64), dw.reshape(64, 48)), expected)
 
 
 class TestTransformations:
     @each_base
     def test_vmap_over_all_is_the_loop(self, recipe):
-        assert_same_bytes(jax.vmap(functools.partial(run, recipe))(X, W, DY), each_slice(recipe))
+        assert_same_bytes(jax.jit(jax.vmap(functools.partial(run, recipe)))(X, W, DY), each_slice(recipe))
 
     @each_base
     def test_vmap_over_x_alone_is_the_loop(self, recipe):
-        mapped = jax.vmap(lambda x, dy: run(recipe, x, W[0], dy))(X, DY)
-        assert_same_bytes(mapped, stacked([run(recipe, X[i], W[0], DY[i]) for i in range(3)]))
+        mapped = jax.jit(jax.vmap(lambda x, dy: run(recipe, x, W[0], dy)))(X, DY)
+        assert_same_bytes(mapped, stacked([compiled(recipe)(X[i], W[0], DY[i]) for i in range(3)]))
 
     @pytest.mark.parametrize("recipe", [BASE["fp8_block"], BASE["fp8_delayed"]], ids=["fp8_block", "fp8_delayed"])
     def test_scan_is_the_loop(self, recipe):
-        weights = random_array((3, 64, 64), "float32", 1) * 0.1
+        weights = np.asarray(random_array((3, 64, 64), "float32", 1)) / 8
 
         def scanned(x, weights):
             return jax.lax.scan(lambda x, w: (call(jlp.linear, x, w, recipe=recipe), None), x, weights)[0]
@@ -96,9 +106,11 @@ class TestTransformations:
                 x = call(jlp.linear, x, w, recipe=recipe)
             return x
 
-        results = [jax.vjp(f, X[0], weights) for f in (scanned, loop)]
-        assert_same_bytes(results[0][0], results[1][0])
-        assert_same_bytes(*[pullback(X[1]) for _, pullback in results])
+        def step(f, x, weights, dy):
+            y, pullback = jax.vjp(f, x, weights)
+            return y, pullback(dy)
+
+        assert_same_bytes(*(jax.jit(functools.partial(step, f))(X[0], weights, X[1]) for f in (scanned, loop)))
 
     @each_base
     def test_a_changed_recipe_retraces_and_the_first_is_cached(self, recipe):
@@ -148,6 +160,6 @@ class TestMeshes:
                 lambda x, w, dy: run(recipe, x, w, dy)[:2], mesh=mesh, in_specs=(P("a"), P(), P("a")), out_specs=P("a")
             )
         )(self.x, self.w, self.dy)
-        halves = zip(jnp.split(self.x, 2), jnp.split(self.dy, 2), strict=True)
-        loop = [run(recipe, x, self.w, dy)[:2] for x, dy in halves]
-        assert_same_bytes(mapped, jax.tree.map(lambda *parts: jnp.concatenate(parts), *loop))
+        halves = zip(np.split(np.asarray(self.x), 2), np.split(np.asarray(self.dy), 2), strict=True)
+        loop = [jax.device_get(compiled(recipe)(x, self.w, dy)[:2]) for x, dy in halves]
+        assert_same_bytes(mapped, jax.tree.map(lambda *parts: np.concatenate(parts), *loop))
