@@ -1,5 +1,7 @@
 import pytest
 
+from tests.examples.conftest import compiled_once  # noqa: F401 (a fixture)
+
 
 @pytest.fixture(scope="session")
 def text(tmp_path_factory):

@@ -1,6 +1,8 @@
 """train_lm.py in several processes of this machine, over loopback."""
 
+import itertools
 import json
+import os
 import pathlib
 import socket
 import subprocess
@@ -12,32 +14,72 @@ import pytest
 from tests.helpers import FAST_COMPILATION, python_environment
 
 SCRIPT = pathlib.Path(__file__).parents[2] / "examples" / "train_lm.py"
+PROGRAM = pathlib.Path(__file__).parent / "program.py"
 XLA_FLAGS = " ".join(FAST_COMPILATION)  # most of a run's time; the same for all that are compared
-STEPS, EVERY, HEARTBEAT, LONGEST = 24, 8, 10, 240  # the last two in seconds
+STEPS, EVERY = 12, 4
+HEARTBEAT, LONGEST = 100, 600  # seconds; a machine that is slow or busy takes a part of them
 
 
-def free_port():
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
+def _ports(first, count):
+    """The ports of a range, each once and in turn; where this process begins differs from its neighbours'."""
+    at = itertools.cycle(range(count))
+    for port in itertools.islice(at, os.getpid() * 61 % count, None):
+        yield first + port
+
+
+def free(ports):
+    """The next of these ports on which nothing listens.
+
+    No system gives ports from 20000 to 30000, or above 61000, to connections that ask for any: nothing takes a port
+    between this check and its use.
+    """
+    for port in ports:
+        with socket.socket() as listener:
+            try:
+                listener.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return port
+    raise AssertionError("there is no end of ports")
+
+
+PORTS = _ports(20_000, 10_000)
+JOB_PORTS = 61_440, 4096
+"""JAX makes a coordinator's port of a Slurm job's number, modulo 4096: the first one, and their number."""
+SLURM_PORTS = _ports(*JOB_PORTS)
 
 
 class Processes:
-    """train_lm.py in `count` processes, and what they print."""
+    """train_lm.py in `count` processes, and what they print.
 
-    def __init__(self, text, out, count, mesh, *more, recipe="nvfp4"):
+    Arguments:
+        more: further options.
+        wait_before: a step before which all wait until `proceed`.
+        dying: the numbers of processes that kill themselves while they save their first checkpoint.
+        heartbeat: seconds after which a silent process counts as dead.
+    """
+
+    def __init__(self, text, out, count, mesh, *more, recipe="nvfp4", wait_before=None, dying=(), heartbeat=HEARTBEAT):
         options = ["--text", text, "--out", out, "--mesh", mesh, "--size", "tiny", "--batch", 8, "--recipe", recipe]
         options += ["--steps", STEPS, "--checkpoint-every", EVERY, *more]
-        at, self.out, self.running, self.logs = f"127.0.0.1:{free_port()}", out, [], []
+        at, self.out, self.running, self.logs = f"127.0.0.1:{free(PORTS)}", out, [], []
         self.recipe = recipe
         out.mkdir(exist_ok=True)
+        self._go = out / "go"
+        self._go.unlink(missing_ok=True)
+        path = os.pathsep.join([str(SCRIPT.parent), python_environment()["PYTHONPATH"]])
         for i in range(count):
-            joining = ["--coordinator", at, "--processes", count, "--process", i, "--heartbeat-timeout", HEARTBEAT]
+            variables = {"JAX_COORDINATOR_BIND_ADDRESS": at, "XLA_FLAGS": XLA_FLAGS, "PYTHONPATH": path}
+            if wait_before is not None:
+                variables |= {"WAIT_BEFORE": str(wait_before), "GO": str(self._go)}
+            if i in dying:
+                variables["DIE_WHILE_SAVING"] = str(EVERY)
+            joining = ["--coordinator", at, "--processes", count, "--process", i, "--heartbeat-timeout", heartbeat]
             self.logs.append(out / f"output-{i}-of-{count}.txt")
             with self.logs[i].open("w") as log:
                 process = subprocess.Popen(
-                    [sys.executable, *map(str, [SCRIPT, *options, *(joining if count > 1 else [])])],
-                    env=python_environment(JAX_COORDINATOR_BIND_ADDRESS=at, XLA_FLAGS=XLA_FLAGS),
+                    [sys.executable, *map(str, [PROGRAM, *options, *(joining if count > 1 else [])])],
+                    env=python_environment(**variables),
                     stdout=log,
                     stderr=subprocess.STDOUT,
                 )
@@ -60,14 +102,24 @@ class Processes:
         """The steps whose checkpoints are whole."""
         return [int(folder.name) for folder in self.checkpoints.glob("*") if folder.name.isdecimal()]
 
-    def wait_for(self, pattern):
-        """Until there is a checkpoint of such a name."""
+    def wait_for(self, condition):
+        """Until a condition holds; none is left running when one ends before or it takes too long."""
         end = time.monotonic() + LONGEST
-        while not list(self.checkpoints.glob(pattern)):
+        while not condition():
             if time.monotonic() > end or any(p.poll() is not None for p in self.running):
                 self.kill()
-                pytest.fail(f"no checkpoint {pattern}: {self.output(0)[-2000:]}")
+                pytest.fail(f"ended, or too slow: {self.output(0)[-2000:]}")
             time.sleep(0.01)
+
+    def wait_for_checkpoint(self, step):
+        self.wait_for(lambda: step in self.saved())
+
+    def wait_until_all_wait(self):
+        """Before the step `wait_before`."""
+        self.wait_for(lambda: all((self.out / f"waits-{process.pid}").exists() for process in self.running))
+
+    def proceed(self):
+        self._go.touch()
 
     def signal(self, number, *which):
         """Sends a signal to some, or to all."""

@@ -4,24 +4,24 @@ import contextlib
 import json
 import os
 import pathlib
-import random
 import signal
-import socket
 import subprocess
 import sys
 import time
 
 import pytest
 
-from tests.distributed.running import EVERY, LONGEST, SCRIPT, XLA_FLAGS
+from tests.distributed.running import EVERY, JOB_PORTS, LONGEST, PROGRAM, SCRIPT, SLURM_PORTS, XLA_FLAGS, free
 from tests.helpers import python_environment
 
 JOB = SCRIPT.parent / "jobs" / "slurm.sbatch"
-STEPS, MESH = 60, "data=2"
+STEPS, MESH, LAST = 18, "data=2", 5  # the last step before SIGTERM takes effect
 SRUN = """#!/bin/bash
 while [[ $1 == --* ]]; do shift; done
+[[ "$1 $2" == "python examples/train_lm.py" ]] || exit 2
+shift 2
 for i in 0 1; do
-  SLURM_PROCID=$i SLURM_LOCALID=$i "$@" &>"$STANDINS/said-$i.txt" &
+  SLURM_PROCID=$i SLURM_LOCALID=$i python "$PROGRAM" "$@" &>"$STANDINS/said-$i.txt" &
 done
 jobs -p >"$STANDINS/tasks.txt"
 code=0 # the largest of its tasks
@@ -35,25 +35,14 @@ exit "$code"
 SCONTROL = '#!/bin/bash\necho "$@" >>"$STANDINS/scontrol.txt"\n'
 
 
-def free_job():
-    """A job's number, of which JAX makes its coordinator's port."""
-    while True:
-        job = random.randrange(4096)
-        with socket.socket() as listener:
-            try:
-                listener.bind(("127.0.0.1", 61440 + job))
-            except OSError:
-                continue
-            return job
-
-
 @contextlib.contextmanager
-def submitted(text, folder, out):
+def submitted(text, folder, out, **more):
     """The batch script's process, and its job's number. Nothing of it is left running."""
     for name, script in (("srun", SRUN), ("scontrol", SCONTROL)):
         (folder / name).write_text(script)
         (folder / name).chmod(0o755)
-    job = free_job()
+    port = free(SLURM_PORTS)
+    job = port - JOB_PORTS[0]
     variables = {
         "PATH": f"{folder}:{pathlib.Path(sys.executable).parent}:{os.environ['PATH']}",
         "STANDINS": folder,
@@ -61,10 +50,12 @@ def submitted(text, folder, out):
         "SLURM_NTASKS": 2,
         "SLURM_STEP_NODELIST": "127.0.0.1",
         "SLURM_STEP_NUM_NODES": 1,
-        "JAX_COORDINATOR_BIND_ADDRESS": f"127.0.0.1:{61440 + job}",
+        "JAX_COORDINATOR_BIND_ADDRESS": f"127.0.0.1:{port}",
         "JAX_NUM_CPU_DEVICES": 1,
         "XLA_FLAGS": XLA_FLAGS,
-    }
+        "PROGRAM": PROGRAM,
+        "PYTHONPATH": f"{SCRIPT.parent}:{python_environment()['PYTHONPATH']}",
+    } | more
     options = ["--text", text, "--out", out, "--mesh", MESH, "--size", "tiny", "--batch", 8, "--recipe", "bf16"]
     options += ["--steps", STEPS, "--checkpoint-every", EVERY]
     command = ["bash", *map(str, [JOB, *options])]
@@ -83,17 +74,18 @@ def test_a_preempted_job_is_requeued_and_goes_on(text, tmp_path):
     standins, out = tmp_path / "standins", tmp_path / "out"
     standins.mkdir()
     said = standins / "said-0.txt"
-    with submitted(text, standins, out) as (script, job):
+    with submitted(text, standins, out, WAIT_BEFORE=LAST, GO=standins / "go") as (script, job):
         end = time.monotonic() + LONGEST
-        while not (out / "bf16" / "checkpoints" / str(EVERY)).exists() and time.monotonic() < end:
+        while len(list(standins.glob("waits-*"))) < 2 and time.monotonic() < end:
             assert script.poll() is None, said.read_text()[-2000:]
             time.sleep(0.01)
         for process in (script.pid, *map(int, (standins / "tasks.txt").read_text().split())):
             os.kill(process, signal.SIGTERM)
+        (standins / "go").touch()
         assert script.wait(LONGEST) == 75, said.read_text()[-2000:]
     assert (standins / "scontrol.txt").read_text() == f"requeue {job}\n"
     [saved] = [int(folder.name) for folder in (out / "bf16" / "checkpoints").iterdir()]
-    assert EVERY <= saved < STEPS and not (out / "report.json").exists()
+    assert EVERY <= saved == LAST + 1 < STEPS and not (out / "report.json").exists()
     before = json.loads((out / "bf16" / "losses.json").read_text())
 
     with submitted(text, standins, out) as (script, _):

@@ -15,6 +15,8 @@ import train_lm
 from tests.distributed.running import EVERY, HEARTBEAT, SCRIPT, STEPS, Processes
 from tests.helpers import refused
 
+pytestmark = pytest.mark.usefixtures("compiled_once")
+
 
 @pytest.fixture(scope="module")
 def in_one_process(text, tmp_path_factory):
@@ -41,10 +43,12 @@ def test_the_losses_are_those_of_one_process_bit_for_bit(text, in_one_process, t
 
 def kill_one(processes, victim):
     """Kills one of two after the first checkpoint. The other ends at once, its connections broken, and says why."""
-    processes.wait_for(str(EVERY))
+    processes.wait_for_checkpoint(EVERY)
+    processes.wait_until_all_wait()
     processes.running[victim].kill()
+    processes.proceed()
     survivor = 1 - victim
-    assert processes.wait(survivor, seconds=3 * HEARTBEAT)[0] != 0, "it ended before the other could be killed"
+    assert processes.wait(survivor, seconds=0.9 * HEARTBEAT)[0] != 0
     said = processes.output(survivor)
     assert "another process most likely died" in said or "another task died" in said
     assert not (processes.out / "report.json").exists()
@@ -52,12 +56,12 @@ def kill_one(processes, victim):
 
 @pytest.mark.slow
 def test_a_killed_coordinator_ends_the_others(text, tmp_path):
-    kill_one(Processes(text, tmp_path, 2, "data=2", "--steps", 4000, recipe="bf16"), victim=0)
+    kill_one(Processes(text, tmp_path, 2, "data=2", recipe="bf16", wait_before=EVERY + 1), victim=0)
 
 
 @pytest.mark.slow
 def test_a_killed_process_ends_the_others_and_the_run_resumes(text, in_one_process, tmp_path):
-    kill_one(Processes(text, tmp_path, 2, "data=2"), victim=1)
+    kill_one(Processes(text, tmp_path, 2, "data=2", wait_before=EVERY + 1), victim=1)
     log = tmp_path / "nvfp4" / "losses.json"
     log.write_text(json.dumps([-1.0, *json.loads(log.read_text())[1:]]))  # a mark: a run from the start would lose it
     run = Processes(text, tmp_path, 2, "data=2", "--resume").report()
@@ -68,10 +72,11 @@ def test_a_killed_process_ends_the_others_and_the_run_resumes(text, in_one_proce
 
 @pytest.mark.slow
 def test_a_process_that_hangs_is_found_by_its_heartbeat(text, tmp_path):
-    processes = Processes(text, tmp_path, 2, "data=2", "--steps", 4000, recipe="bf16")
-    processes.wait_for(str(EVERY))
+    processes = Processes(text, tmp_path, 2, "data=2", recipe="bf16", wait_before=EVERY + 1, heartbeat=20)
+    processes.wait_until_all_wait()
     processes.signal(signal.SIGSTOP, 1)
-    code = processes.wait(0, seconds=4 * HEARTBEAT)[0]
+    processes.proceed()
+    code = processes.wait(0)[0]
     processes.kill()
     assert code != 0
     _, _, named = processes.output(0).partition("unhealthy (stopped sending heartbeats):\n")

@@ -1,8 +1,6 @@
 """From training to serving, the whole way: train_lm.py with INT4 quantisation-aware training, export and `jaxlowprec
 convert`, loading, the same logits, and the same weights in transformers with compressed-tensors."""
 
-import pathlib
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,9 +15,7 @@ from jaxlowprec.checkpoints.files.folder import CheckpointFolder
 from jaxlowprec.checkpoints.schemes import by_name
 from jaxlowprec.checkpoints.trees import trees
 from jaxlowprec.cli.main import main
-from tests.helpers import as_bytes, run_python
-
-EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
+from tests.helpers import as_bytes
 
 pytestmark = pytest.mark.slow
 
@@ -30,12 +26,9 @@ IN_BF16 = ("re:model.layers.3.",)  # train_lm.py leaves the last block in bf16
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory, text):
+def trained(trained_demo):
     """The model that train_lm.py leaves, its parameters rounded to bfloat16 as a served model's are."""
-    out = tmp_path_factory.mktemp("trained") / "run"
-    options = ("--steps", "12", "--batch", "2", "--recipe", "int4_qat")
-    run_python(str(EXAMPLES / "train_lm.py"), "--text", text, "--out", str(out), *options)
-    model = serve_int4.trained_model(out, RECIPE)
+    model = serve_int4.trained_model(trained_demo, RECIPE)
     graph, parameters = nnx.split(model, nnx.Param)
     rounded = jax.tree.map(lambda p: p.astype(jnp.bfloat16).astype(jnp.float32), parameters)
     return nnx.merge(graph, rounded)

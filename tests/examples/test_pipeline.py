@@ -10,7 +10,7 @@ import pipeline
 import pytest
 
 import jaxlowprec as jlp
-from tests.helpers import often, run_python
+from tests.helpers import often
 from tests.sharding.meshes import collectives
 
 EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
@@ -57,8 +57,8 @@ def test_a_stage_too_many_is_named():
 
 
 @pytest.mark.slow
-def test_as_a_user_runs_it():
-    done = run_python(str(EXAMPLES / "pipeline.py"), "--stages", "2", "--microbatches", "4", "--steps", "3")
-    first, second = (np.array(re.findall(r"\d\.\d+", line), float) for line in done.stdout.splitlines())
+def test_as_a_user_runs_it(program):
+    said = program(pipeline.main, "--stages", "2", "--microbatches", "4", "--steps", "3")
+    first, second = (np.array(re.findall(r"\d\.\d+", line), float) for line in said.splitlines())
     assert len(first) == 3 and (np.diff(first) < 0).all()
     np.testing.assert_allclose(second, first, rtol=1e-3)

@@ -56,7 +56,7 @@ def tiny(seed=0):
 def experience(reference=None):
     old = -jnp.linspace(0.1, 2, 8 * 4).reshape(8, 4)
     answer = jnp.zeros(old.shape, bool).at[:, 2:].set(True)
-    return grpo.Experience(None, answer, old, jnp.asarray([1.0, -1.0] * 4), None, reference)
+    return grpo.Experience(None, answer, old, jax.device_put(np.float32([1.0, -1.0] * 4)), None, reference)
 
 
 def test_ratios_are_clipped_where_that_makes_the_objective_worse():

@@ -3,7 +3,8 @@
 import ast
 import collections
 import doctest
-import importlib
+import functools
+import importlib.util
 import pathlib
 import pkgutil
 import types
@@ -93,6 +94,16 @@ def test_no_source_uses_jaxs_internals(folder):
         assert "jax._src" not in text and "jaxlib.xla" not in text, source
 
 
+@functools.cache
+def source_of(name):
+    return pathlib.Path(importlib.util.find_spec(name).origin).read_text()
+
+
+@functools.cache
+def tree_of(name):
+    return ast.parse(source_of(name))
+
+
 def imported(tree, package):
     """The modules of this package that a syntax tree imports, within functions too."""
     for node in ast.walk(tree):
@@ -104,18 +115,25 @@ def imported(tree, package):
             yield from (alias.name for alias in node.names)
 
 
-@pytest.mark.parametrize("name", MODULES[1:])
-def test_imports_point_one_way(name):
-    source = pathlib.Path(importlib.import_module(name).__file__)
+def test_every_module_can_be_imported():
+    for name in MODULES:
+        importlib.import_module(name)
+
+
+def upwards(name):
+    """The modules above its own floor that a module imports."""
     below = RANK[name.split(".")[1]]
-    upwards = {
+    return {
         module
-        for module in imported(ast.parse(source.read_text()), name)
+        for module in imported(tree_of(name), name)
         if module.startswith("jaxlowprec.") and RANK.get(module.split(".")[1], -1) > below
     }
+
+
+def test_imports_point_one_way():
+    found = {name: modules for name in MODULES[1:] if (modules := upwards(name))}
     # QuantizedArray.dequantize() is the op's shorthand, looked up when it is called.
-    allowed = {"jaxlowprec.ops.dequantize.api"} if name == "jaxlowprec.arrays.quantized_array" else set()
-    assert upwards == allowed
+    assert found == {"jaxlowprec.arrays.quantized_array": {"jaxlowprec.ops.dequantize.api"}}
 
 
 MOST_POSITIONAL = 7
@@ -129,11 +147,10 @@ def positional(function):
 
 
 def test_functions_take_few_positional_parameters():
-    sources = {name: pathlib.Path(importlib.import_module(name).__file__).read_text() for name in MODULES}
     functions = [
         (f"{name}.{node.name}", len(positional(node)))
-        for name, source in sources.items()
-        for node in ast.walk(ast.parse(source))
+        for name in MODULES
+        for node in ast.walk(tree_of(name))
         if isinstance(node, ast.FunctionDef)
     ]
     assert {name for name, count in functions if count > MOST_POSITIONAL} == WITH_MORE
@@ -178,22 +195,23 @@ def test_dir_shows_the_public_names_alone():
     assert set(dir(jlp)) == set(jlp.__all__)
 
 
+WITH_EXAMPLES = [name for name in MODULES if ">>> " in source_of(name)]
+
+
 @pytest.mark.sampled(5)
-@pytest.mark.parametrize("name", MODULES)
+@pytest.mark.parametrize("name", WITH_EXAMPLES)
 def test_examples_in_docstrings_are_true(name):
     failures, _ = doctest.testmod(importlib.import_module(name))
     assert failures == 0
 
 
-@pytest.mark.parametrize("name", jlp.moe.__all__)
-def test_every_public_function_of_moe_has_an_example(name):
-    value = getattr(jlp.moe, name)
-    if callable(value) and not isinstance(value, type):
-        assert doctest.DocTestFinder(recurse=False).find(value)[0].examples
-
-
-@pytest.mark.parametrize("name", [n for n in jlp.__all__ if n not in ("linen", "nnx")])
-def test_every_public_function_has_an_example(name):
-    value = getattr(jlp, name)
-    if callable(value) and not isinstance(value, type):
-        assert doctest.DocTestFinder(recurse=False).find(value)[0].examples or name == "current_recipe"
+def test_every_public_function_has_an_example():
+    public = {f"jlp.{name}": getattr(jlp, name) for name in jlp.__all__}
+    public |= {f"jlp.moe.{name}": getattr(jlp.moe, name) for name in jlp.moe.__all__}
+    finder = doctest.DocTestFinder(recurse=False)
+    without = {
+        name
+        for name, value in public.items()
+        if callable(value) and not isinstance(value, type) and not finder.find(value)[0].examples
+    }
+    assert without == {"jlp.current_recipe"}

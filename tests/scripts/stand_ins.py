@@ -152,7 +152,7 @@ class Repository:
         """The exit status and what was printed."""
         process = self.start(*phases, **variables)
         try:
-            printed = process.communicate(timeout=240)[0]
+            printed = process.communicate(timeout=900)[0]
         except subprocess.TimeoutExpired:
             process.terminate()
             pytest.fail(f"gpu_check.sh {' '.join(phases)} did not end: {process.communicate()[0]}")

@@ -32,7 +32,7 @@ def path_without(tools, *names):
     return str(tools)
 
 
-def wait_for(condition, seconds=60):
+def wait_for(condition, seconds=300):
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end
@@ -46,7 +46,7 @@ def kill_session(leader):
             session = int(file.read_text().rpartition(")")[2].split()[3])
             if session == leader.pid:
                 os.kill(int(file.parent.name), signal.SIGKILL)
-    leader.communicate(timeout=30)
+    leader.communicate(timeout=120)
 
 
 READS_FILES = """
@@ -235,10 +235,10 @@ SLEEPS = "import time\nimport pytest\n@pytest.mark.gpu\ndef test_sleeps():\n    
 class TestCutOff:
     @pytest.mark.slow
     def test_by_its_own_limit(self, repository):
-        repository.test("quantize", SLEEPS.format(60))
+        repository.test("quantize", SLEEPS.format(3600))
         begun = time.monotonic()
-        status, printed = repository.check("test", MINUTES=str(30 / 60))
-        assert time.monotonic() - begun < 32
+        status, printed = repository.check("test", MINUTES=str(45 / 60))
+        assert time.monotonic() - begun < 600
         assert status == 1
         assert "test: CUT OFF" in printed
         assert f"{2 * MODULES.index('quantize')} passed, 1 cut off while they ran" in printed
@@ -252,11 +252,11 @@ class TestCutOff:
 
     @pytest.mark.slow
     def test_from_outside_leaves_results_and_a_summary(self, repository):
-        process = repository.start("bench", SLEEP="60")
+        process = repository.start("bench", SLEEP="3600")
         file = repository.out / "gpu.json"
         wait_for(lambda: file.exists() and "quantize" in file.read_text())
         process.send_signal(signal.SIGTERM)
-        printed = process.communicate(timeout=20)[0]
+        printed = process.communicate(timeout=120)[0]
         assert process.returncode == 1
         assert "bench: FAILED, gpu_check.sh was ended from outside" in printed
         assert "bench: FAILED" in (repository.out / "summary.txt").read_text()
@@ -270,7 +270,7 @@ class TestCutOff:
     @pytest.mark.slow
     def test_by_force_leaves_results(self, repository):
         """As where the machine is taken away: no trap runs."""
-        repository.test("quantize", SLEEPS.format(20))
+        repository.test("quantize", SLEEPS.format(3600))
         process = repository.start("test", WORKERS="2")
         file = repository.out / "tests.jsonl"
         wait_for(lambda: file.exists() and "test_sleeps" in file.read_text() and file.read_text().count("passed") >= 4)

@@ -22,7 +22,7 @@ from jaxlowprec.weight_sync.transports.tcp import TcpReceiver, TcpTransport
 
 SECRET = b"a secret of the tests, of 32 B .."
 SIZE, ARRAYS = 30_000, 6
-PATIENCE = 20.0
+PATIENCE = 60.0
 
 
 def tree(version):

@@ -17,7 +17,7 @@ import time
 from jaxlowprec.weight_sync import FanOut, SharedMemoryTransport, TcpTransport, WeightSource
 from tests.weight_sync.killing import SECRET, SIZE, Engine, kill, tree
 
-TIMEOUT = 3.0
+TIMEOUT = 10.0  # a receiver that is alive answers in time where others use the processors
 
 
 def main(kind, rounds, folder):
@@ -58,7 +58,7 @@ def main(kind, rounds, folder):
         saw["served"].append(sorted(delivery.served))
         saw["failed"].append(sorted(fan_out.receivers))
         os.kill(engines[2].child, signal.SIGCONT)
-        until = time.monotonic() + 20
+        until = time.monotonic() + 60
         while (said := engines[2].ask())["state"] != "serving" and time.monotonic() < until:
             time.sleep(0.01)
         saw["torn"] += not said["whole"]

@@ -73,5 +73,5 @@ class Relay:
         for end in self._ends:
             close(end)
         for thread in self._threads:
-            thread.join(5)
+            thread.join(60)
             assert not thread.is_alive()

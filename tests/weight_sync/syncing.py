@@ -39,7 +39,7 @@ def packed(arrays, version, buckets=3):
     return Manifest(tuple(placed.entry for bucket in made for placed in bucket.entries)), made
 
 
-def sync(transport, version, arrays=None, timeout=10.0, buckets=3):
+def sync(transport, version, arrays=None, timeout=60.0, buckets=3):
     """One whole session."""
     manifest, made = packed(model(version) if arrays is None else arrays, version, buckets)
     transport.pause(timeout)

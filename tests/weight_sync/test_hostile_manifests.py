@@ -165,11 +165,11 @@ def test_no_manifest_keeps_an_engine_paused(kind):
     with over_tcp() as (receiver, listening, transport, engine):
         sync(transport, 1)
         channel = connected(listening)
-        channel.send(Kind.PAUSE, write(timeout=1), deadline=Deadline(5, "room"))
-        assert channel.receive(Deadline(5, "answer")).kind is Kind.DONE
-        channel.send(kind, text, deadline=Deadline(5, "room"))
+        channel.send(Kind.PAUSE, write(timeout=1), deadline=Deadline(60, "room"))
+        assert channel.receive(Deadline(60, "answer")).kind is Kind.DONE
+        channel.send(kind, text, deadline=Deadline(60, "room"))
         channel.close()
-        assert engine.resumed.wait(3)
+        assert engine.resumed.wait(60)
         assert receiver.state == "serving" and is_whole(receiver.weights, 1)
         sync(transport, 2)
         assert is_whole(receiver.weights, 2)

@@ -14,7 +14,7 @@ FEW, MANY = 12, 100
 
 def outcomes(case, kills):
     """Of a process of its own: this one has threads, and perhaps a JAX backend, and must not fork."""
-    done = run_python("-m", "tests.weight_sync.killing_one_sync", case, str(kills), str(kills), timeout=150)
+    done = run_python("-m", "tests.weight_sync.killing_one_sync", case, str(kills), str(kills), timeout=900)
     return json.loads(done.stdout.splitlines()[-1])
 
 

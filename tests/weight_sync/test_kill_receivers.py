@@ -19,5 +19,5 @@ def test_dead_and_stopped_receivers_hold_no_other_back(kind, rounds, tmp_path):
     saw = json.loads(ran.stdout.splitlines()[-1])
     assert saw["torn"] == 0
     assert saw["served"] == saw["failed"] == [["3", "4", "5", "6", "7"]] * rounds
-    assert max(saw["seconds"]) < TIMEOUT + 5
+    assert max(saw["seconds"]) < 2.5 * TIMEOUT  # three that do not answer are waited for at once
     assert all(state == "serving" and 1 <= version <= 4 for state, version in saw["stopped"])

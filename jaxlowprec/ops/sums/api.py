@@ -54,7 +54,7 @@ def reduce_scatter_quantized(
     >>> def summed(gradient):  # [K, N] on each device -> [K / n, N]
     ...     return jlp.reduce_scatter_quantized(gradient, "data", key=jax.random.key(0))
     >>> mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-    >>> jax.shard_map(summed, mesh=mesh, in_specs=P(), out_specs=P("data"))(jnp.ones((64, 32))).shape
+    >>> jax.jit(jax.shard_map(summed, mesh=mesh, in_specs=P(), out_specs=P("data")))(jnp.ones((64, 32))).shape
     (64, 32)
     """
     who = "reduce_scatter_quantized"
@@ -93,7 +93,8 @@ def all_reduce_quantized(
     >>> mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     >>> def summed(gradient):
     ...     return jlp.all_reduce_quantized(gradient, "data", key=jax.random.key(0))
-    >>> float(jax.shard_map(summed, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)(jnp.ones((64, 32)))[0, 0])
+    >>> summed = jax.jit(jax.shard_map(summed, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False))
+    >>> float(summed(jnp.ones((64, 32)))[0, 0])
     1.0
     """
     x, names, words = _checked("all_reduce_quantized", x, axis_name, key, fmt)

@@ -1,5 +1,6 @@
 """Codes and scales chosen by what a linear reads: plain bytes, a slow reference, and what is gained."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -42,7 +43,7 @@ def decoded(q):
 @pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)
 def test_the_bytes_without_a_method_are_plain(fmt):
     w = weight()
-    q, plain = chosen(w, moments(), fmt, PLAIN), jlp.quantize(jnp.asarray(w), fmt)
+    q, plain = chosen(w, moments(), fmt, PLAIN), jlp.quantize(jax.device_put(w), fmt)
     for name in ("data", "scale", "zero_point", "amax"):
         given, wanted = getattr(q, name), getattr(plain, name)
         assert (given is None) == (wanted is None)

@@ -97,7 +97,7 @@ def assert_round_trip(mapping, leaves, tensors):
     assert set(made) == set(tensors)
     assert_same_bytes({name: made[name] for name in tensors}, dict(tensors))
     abstract = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), tree)
-    assert_same_bytes(mapping.from_tensors(tensors, abstract), jax.tree.map(jnp.asarray, tree))
+    assert_same_bytes(mapping.from_tensors(tensors, abstract), jax.tree.map(jax.device_put, tree))
 
 
 @over_models
@@ -140,7 +140,7 @@ class TestEveryFamily:
         tree, mapping = nested(leaves_of(tensors)), mapping_for(config)
         save(tmp_path / "a", tree, mapping, config)
         assert_same_bytes(read_tensors(tmp_path / "a"), {name: tensors[name] for name in sorted(tensors)})
-        assert_same_bytes(load(tmp_path / "a", tree, mapping), jax.tree.map(jnp.asarray, tree))
+        assert_same_bytes(load(tmp_path / "a", tree, mapping), jax.tree.map(jax.device_put, tree))
 
 
 def split_gate_up(flat):
@@ -179,7 +179,7 @@ def test_stacked_experts_are_stored_quantised(name):
         for path, leaf in flat.items():
             if ".experts." in path or "self_attn" in path and path.endswith("kernel"):
                 amax = jnp.full(leaf.shape[:-2], 8.0) if name == "nvfp4" else None
-                tree[path] = jlp.quantize(jnp.asarray(leaf), scheme.format, axis=-2, amax=amax)
+                tree[path] = jlp.quantize(jax.device_put(leaf), scheme.format, axis=-2, amax=amax)
         return tree
 
     flat = leaves_of(tensors)
@@ -187,7 +187,7 @@ def test_stacked_experts_are_stored_quantised(name):
     ours, theirs = mapping.to_tensors(stack, scheme), mapping.to_tensors(separate, scheme)
     assert set(ours) == set(theirs)
     assert all(ours[n].tobytes() == theirs[n].tobytes() and ours[n].dtype == theirs[n].dtype for n in ours)
-    assert_same_bytes(mapping.from_tensors(ours, stack, scheme), jax.tree.map(jnp.asarray, stack))
+    assert_same_bytes(mapping.from_tensors(ours, stack, scheme), jax.tree.map(jax.device_put, stack))
     left = ["lm_head", "model.layers.0.mlp.gate", "model.layers.1.mlp.gate"]
     assert sorted(mapping.float_modules(stack)) == left
 
@@ -251,7 +251,7 @@ class TestConfigs:
             f"model.layers.3.{n}": np.ones((8, 8), np.float32) for n in ("eh_proj.weight", "shared_head.head.weight")
         }
         mapping, tree = mapping_for(config), nested(leaves_of(tensors))
-        assert_same_bytes(mapping.from_tensors(tensors | draft, tree), jax.tree.map(jnp.asarray, tree))
+        assert_same_bytes(mapping.from_tensors(tensors | draft, tree), jax.tree.map(jax.device_put, tree))
         with pytest.raises(ValueError, match="unexpected tensors: model.layers.2.eh_proj.weight"):
             mapping.from_tensors(tensors | {"model.layers.2.eh_proj.weight": np.ones((8, 8), np.float32)}, tree)
         whole = leaves_of(tensors | draft)
@@ -265,7 +265,7 @@ class TestConfigs:
         mapping = mapping_for(config, norm_offset=1.0)
         made = mapping.to_tensors(nested(flat), dtype="bfloat16")
         assert_same_bytes({name: made[name] for name in tensors}, dict(tensors))
-        assert_same_bytes(mapping.from_tensors(tensors, nested(flat)), jax.tree.map(jnp.asarray, nested(flat)))
+        assert_same_bytes(mapping.from_tensors(tensors, nested(flat)), jax.tree.map(jax.device_put, nested(flat)))
 
 
 def test_a_routers_bias_is_among_the_leaves_of_a_module():

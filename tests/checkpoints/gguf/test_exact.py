@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
@@ -69,7 +70,7 @@ def test_products_with_negative_scales_are_right():
     w = array_of_blocks(Q4_0, blocks)
     x = np.random.default_rng(1).standard_normal((3, 64)).astype(np.float16)
     expected = x.astype(np.float64) @ np.asarray(w.dequantize(jnp.float32), np.float64).T
-    y = jlp.scaled_matmul(jnp.asarray(x), w, out_dtype=jnp.float32)
+    y = jlp.scaled_matmul(jax.device_put(x), w, out_dtype=jnp.float32)
     np.testing.assert_allclose(y, expected, rtol=1e-3, atol=1e-3 * np.abs(expected).max())
 
 
@@ -85,9 +86,9 @@ def test_the_package_gguf_reads_the_same_numbers():
 
 def test_bfloat16_scales_go_where_float16_has_them():
     fmt = jlp.Int4(32, scale_dtype="bfloat16")
-    q = jlp.quantize(jnp.asarray(weight((8, 64))), fmt)
+    q = jlp.quantize(jax.device_put(weight((8, 64))), fmt)
     scale = np.maximum(np.asarray(q.scale), ml_dtypes.bfloat16(2.0**-14))
-    _, blocks = blocks_of_array(dataclasses.replace(q, scale=jnp.asarray(scale)))
+    _, blocks = blocks_of_array(dataclasses.replace(q, scale=jax.device_put(scale)))
     found = array_of_blocks(Q4_0, blocks)
     np.testing.assert_array_equal(np.asarray(found.scale, np.float32), scale.astype(np.float32))
     for lost in (2.0**-30, 2.0**17):

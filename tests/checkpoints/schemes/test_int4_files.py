@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
@@ -29,7 +30,7 @@ def codes_of(q):
 
 def quantized(name, shape, dtype="bfloat16", **options):
     scheme = schemes.by_name(name, **options)
-    return scheme, jlp.quantize(jnp.asarray(weight(shape, dtype)), scheme.format)
+    return scheme, jlp.quantize(jax.device_put(weight(shape, dtype)), scheme.format)
 
 
 class TestCompressedTensors:
@@ -76,7 +77,7 @@ class TestCompressedTensors:
         for name in ("w4a16", "w4a16_asym"):
             scheme = schemes.by_name(name, group_size=32)
             w = weight((64, 256), "float32")
-            trained = jlp.fake_quantize(jnp.asarray(w), scheme.format)
+            trained = jlp.fake_quantize(jax.device_put(w), scheme.format)
             stored = scheme.decompress(scheme.compress(w))
             np.testing.assert_array_equal(as_bytes(np.asarray(trained.astype(jnp.bfloat16))), as_bytes(stored))
             again = scheme.compress(w.astype(ml_dtypes.bfloat16))  # the master, exported and converted later

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
@@ -38,7 +39,7 @@ def test_the_array_is_the_weight_and_so_are_its_products(dtype):
         tensors = FLOAT8.compress(weight(shape, dtype))
         loaded, decoded = FLOAT8.load(tensors, dtype), FLOAT8.decompress(tensors, dtype)
         np.testing.assert_array_equal(as_bytes(loaded.dequantize()), as_bytes(decoded))
-        x = jnp.asarray(weight((5, shape[1]), "float32", seed=1))
+        x = jax.device_put(weight((5, shape[1]), "float32", seed=1))
         whole = FLOAT8.decompress(tensors, "float32").astype(np.float64)
         product = jlp.scaled_matmul(x, loaded, out_dtype=jnp.float32)
         np.testing.assert_allclose(product, np.asarray(x, np.float64) @ whole.T, rtol=1e-5, atol=1e-5)
@@ -64,7 +65,7 @@ def test_scales_of_a_given_dtype():
 
 
 def test_blocks_of_their_own_are_not_rows():
-    q = jlp.quantize(jnp.asarray(weight((16, 256), "float32")), jlp.Float8Block(power_of_two=False))
+    q = jlp.quantize(jax.device_put(weight((16, 256), "float32")), jlp.Float8Block(power_of_two=False))
     with pytest.raises(ValueError, match="blocks of one row of q have different scales.*use `compress`"):
         FLOAT8.store(q)
     tiles = jlp.quantize(jnp.zeros((128, 256)), jlp.Float8Block(block=(128, 128)))

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
@@ -46,7 +47,7 @@ class TestEveryScheme:
     @over_dtypes
     def test_compressing_is_quantising(self, scheme, dtype):
         w = weight((200, 384), dtype)
-        q = jlp.quantize(jnp.asarray(w), scheme.of_shape(w.shape).format)
+        q = jlp.quantize(jax.device_put(w), scheme.of_shape(w.shape).format)
         tensors = scheme.compress(w)
         assert_same_tensors(tensors, scheme.store(q))
         loaded = scheme.load(tensors)
@@ -119,7 +120,7 @@ class TestEveryScheme:
         room = 1.75 if scheme.format.chooses_scales else 1  # above scales that may be raised
         loaded = scheme.load(shared)
         assert float(loaded.scale * 448 if loaded.amax is None else loaded.amax) == 8.0 * room
-        assert_same_tensors(shared, scheme.store(jlp.quantize(jnp.asarray(w), scheme.format, amax=jnp.float32(8))))
+        assert_same_tensors(shared, scheme.store(jlp.quantize(jax.device_put(w), scheme.format, amax=jnp.float32(8))))
 
 
 class TestBadTensors:

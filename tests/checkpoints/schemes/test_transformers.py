@@ -2,6 +2,7 @@
 
 import json
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -48,7 +49,7 @@ def write_checkpoint(folder, scheme):
         tensors |= {f"{module}.{suffix}": t for suffix, t in made.items()}
         if own.has_format:
             fmt = own.of_shape(w.shape).format
-            served[name] = np.asarray(jlp.quantize(jnp.asarray(w), fmt).dequantize(jnp.bfloat16))
+            served[name] = np.asarray(jlp.quantize(jax.device_put(w), fmt).dequantize(jnp.bfloat16))
         else:
             served[name] = own.decompress(made)
     specs = {name: TensorSpec(file_dtype(t.dtype), t.shape) for name, t in tensors.items()}

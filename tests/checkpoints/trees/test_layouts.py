@@ -28,9 +28,9 @@ def round_trip(rule, leaves, scheme=None):
     """The tensors of leaves, after a comparison of what is read back with the leaves."""
     mapping, tree = TreeMapping((rule,) if isinstance(rule, Rule) else rule), nested(leaves)
     tensors = mapping.to_tensors(tree, scheme)
-    assert_same_bytes(mapping.from_tensors(tensors, tree, scheme), jax.tree.map(jnp.asarray, tree))
-    abstract = jax.eval_shape(lambda: jax.tree.map(jnp.asarray, tree))
-    assert_same_bytes(mapping.from_tensors(tensors, abstract, scheme), jax.tree.map(jnp.asarray, tree))
+    assert_same_bytes(mapping.from_tensors(tensors, tree, scheme), jax.tree.map(jax.device_put, tree))
+    abstract = jax.eval_shape(lambda: jax.tree.map(jax.device_put, tree))
+    assert_same_bytes(mapping.from_tensors(tensors, abstract, scheme), jax.tree.map(jax.device_put, tree))
     assert all(tensor.flags.c_contiguous for tensor in tensors.values())
     return tensors
 
@@ -163,7 +163,7 @@ class TestPadding:
     def test_a_quantised_head_is_stored_without_its_padding(self):
         rule = Rule("h.kernel", "h.weight", "D V -> V D", sizes=(("V", 40),), padded=("V",))
         scheme = schemes.by_name("w4a16", group_size=32)
-        leaf = jlp.quantize(jnp.asarray(numbers(32, 48)), scheme.format, axis=-2)
+        leaf = jlp.quantize(jax.device_put(numbers(32, 48)), scheme.format, axis=-2)
         with pytest.raises(ValueError, match="h.kernel is quantised and padded; store it without its padding"):
             TreeMapping((rule,)).to_tensors({"h": {"kernel": leaf}}, scheme)
         tensors = TreeMapping((rule,)).to_tensors({"h": {"kernel": quantized(scheme, 32, 40)}}, scheme)
@@ -196,7 +196,7 @@ class TestTies:
         embedding = numbers(V, D)
         tensors = {"embed.weight": embedding, "head.weight": embedding}
         filled = self.MAPPING.from_tensors(tensors, {"embed": embedding})
-        assert_same_bytes(filled["embed"], jnp.asarray(embedding))
+        assert_same_bytes(filled["embed"], jax.device_put(embedding))
         with pytest.raises(ValueError, match=r"head.weight differs from embed.weight, to which the mapping ties it"):
             self.MAPPING.from_tensors(tensors | {"head.weight": -embedding}, {"embed": embedding})
 
@@ -225,7 +225,7 @@ class TestOffsets:
         assert_same_bytes(made, (leaf.astype(np.float64) - 1).astype(np.float32))
 
     def test_on_the_device(self):
-        (stored,) = self.MAPPING.stored({"scale": jnp.asarray([1.5, 2.0])})
+        (stored,) = self.MAPPING.stored({"scale": jax.device_put(np.float32([1.5, 2.0]))})
         (made,) = stored.make(on_device=True).values()
         assert isinstance(made, jax.Array)
         assert made.tolist() == [0.5, 1.0]
@@ -235,7 +235,7 @@ class TestOffsets:
         leaf = numbers(D, F)
         tensors = mapping.to_tensors({"q": {"kernel": leaf}})
         assert_same_bytes(tensors["q.weight"], np.ascontiguousarray(leaf.T * 8))
-        assert_same_bytes(mapping.from_tensors(tensors, {"q": {"kernel": leaf}})["q"]["kernel"], jnp.asarray(leaf))
+        assert_same_bytes(mapping.from_tensors(tensors, {"q": {"kernel": leaf}})["q"]["kernel"], jax.device_put(leaf))
 
 
 SCHEMES = ("w4a16", "w4a16_asym", "nvfp4", "mxfp8", "fp8_block", "fp8_tensor")
@@ -243,7 +243,7 @@ N, K = 256, 128
 
 
 def quantized(scheme, *shape, seed=0):
-    kernel = jnp.asarray(numbers(*shape, dtype="bfloat16", seed=seed))
+    kernel = jax.device_put(numbers(*shape, dtype="bfloat16", seed=seed))
     amax = jnp.full(shape[:-2], 6.0, jnp.float32) if scheme.shares_global_scale else None
     return jlp.quantize(kernel, scheme.format, axis=-2, amax=amax)
 
@@ -315,7 +315,7 @@ class TestQuantisedKernels:
 class TestQuantisedFaults:
     def test_parts_of_other_tensor_scales(self):
         scheme = schemes.by_name("nvfp4")
-        q, k = (jlp.quantize(jnp.asarray(numbers(K, 64) * s), scheme.format, axis=-2) for s in (1, 2))
+        q, k = (jlp.quantize(jax.device_put(numbers(K, 64) * s), scheme.format, axis=-2) for s in (1, 2))
         mapping = TreeMapping((Rule(("q.kernel", "k.kernel"), "qk.weight", "D N -> +N D"),))
         with pytest.raises(ValueError, match="tensor scales of amax .*quantise them with the same amax="):
             mapping.to_tensors(nested({"q.kernel": q, "k.kernel": k}), scheme)

@@ -17,7 +17,9 @@ from tests.helpers import python_environment
 
 EXAMPLES = pathlib.Path(__file__).parents[3] / "examples"
 SCRIPT = str(EXAMPLES / "rl_loop.py")
+PROGRAM = str(pathlib.Path(__file__).parent / "program.py")  # which is SCRIPT, and can be held
 SMALL = ("--layers", "1", "--width", "32", "--digits", "2", "--prompts", "4", "--answers", "4", "--updates", "1")
+LONGEST = 600.0  # seconds; a machine that is slow or busy takes a part of them
 VARYING = ("sync_ms", "generate_ms", "learn_ms", "answered_by")  # times, and who answered
 
 
@@ -53,7 +55,7 @@ class Process:
         """ "worker", "trainer", "raylet" or "driver"; None for any other."""
         if actor := re.match(r"ray::(Worker|Trainer)\b", self.title):
             return actor[1].lower()
-        return "raylet" if "/raylet --" in self.title else "driver" if SCRIPT in self.title else None
+        return "raylet" if "/raylet --" in self.title else "driver" if PROGRAM in self.title else None
 
     @property
     def does(self):
@@ -78,17 +80,24 @@ class Process:
 class Run:
     """The program in a process of its own. A context manager: at the end of its block all its processes are dead.
 
+    Arguments:
+        hold_after: iterations after which the driver waits until `proceed`.
+
     Attributes:
         said: the lines that it has printed.
     """
 
-    def __init__(self, out, *options):
+    def __init__(self, out, *options, hold_after=()):
         self._folder = tempfile.TemporaryDirectory(prefix="r", dir="/tmp", ignore_cleanup_errors=True)
         self.said = []
         self._seen = set()
+        path = os.pathsep.join([str(EXAMPLES), python_environment()["PYTHONPATH"]])
+        for iteration in hold_after:
+            (self.folder / f"after-{iteration}").touch()
         self._process = subprocess.Popen(
-            [sys.executable, SCRIPT, "--engine", "ray", "--out", str(out), *SMALL, *options],
-            env=python_environment(TMPDIR=self._folder.name),  # Ray's sockets need a short path
+            [sys.executable, PROGRAM, "--engine", "ray", "--out", str(out), *SMALL, *options],
+            # Ray's sockets need a short path
+            env=python_environment(PYTHONPATH=path, HOLD=self._folder.name, TMPDIR=self._folder.name),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -131,17 +140,24 @@ class Run:
         """Its exit code; None while it runs."""
         return self._process.poll()
 
-    def wait(self, timeout=240.0):
+    def wait(self, timeout=LONGEST):
         code = self._process.wait(timeout)
         self._reader.join(30)
         return code
 
-    def wait_for(self, condition, timeout=120.0):
+    def wait_for(self, condition, timeout=LONGEST):
         """Waits until a condition holds. Fails if the run ends before."""
         deadline = time.monotonic() + timeout
         while not condition():
             assert self.code is None and time.monotonic() < deadline, self.text
             time.sleep(0.01)
+
+    def wait_until_held(self, iteration):
+        self.wait_for((self.folder / f"held-{iteration}").exists)
+
+    def proceed(self, iteration):
+        """Lets the driver go on that is held after an iteration."""
+        (self.folder / f"after-{iteration}").unlink()
 
     def processes(self):
         """All processes of the run that descend from the program's."""
@@ -157,12 +173,16 @@ class Run:
     def of(self, *roles):
         return [process for process in self.processes() if process.role in roles]
 
-    def survivors(self, patience=30.0):
-        """The processes that were seen and have not ended after some seconds."""
+    def survivors(self, agents=True, patience=120.0):
+        """The processes that were seen and have not ended after some seconds, Ray's agents among them or not."""
+
+        def alive():
+            return [process for process in self._seen if (agents or process.role) and process.lives]
+
         deadline = time.monotonic() + patience
-        while (alive := [process for process in self._seen if process.lives]) and time.monotonic() < deadline:
+        while alive() and time.monotonic() < deadline:
             time.sleep(0.1)
-        return alive
+        return alive()
 
 
 def _processes():

@@ -44,7 +44,7 @@ def test_a_nan_may_be_another_only_where_said(monkeypatch):
     monkeypatch.setattr(arrays, "variant", lambda seed, number: one)
     assert arrays.run(3, 10_000, 1.0)[2] is not None
     nans = np.array([0x7FC00000, 0x7FC00001], np.uint32).view(np.float32)
-    ours, theirs = jnp.asarray(nans[:1, None]), jnp.asarray(nans[1:, None])
+    ours, theirs = jax.device_put(nans[:1, None]), jax.device_put(nans[1:, None])
     assert arrays.same(ours, theirs, any_nan=True).all() and not arrays.same(ours, theirs, any_nan=False).any()
 
 

@@ -111,7 +111,7 @@ def arrays():
         "cube.mT": jnp.stack([x.T] * 2),
     }
     found |= {"empty": x[:0], "scalar": jnp.float32(2), "negative": jnp.float32(-1), "nan": jnp.float32("nan")}
-    found |= {"words": jnp.asarray([1, 2], jnp.uint32), "int32": jnp.asarray([8, 8], jnp.int32)}
+    found |= {"words": jax.device_put(np.uint32([1, 2])), "int32": jax.device_put(np.int32([8, 8]))}
     found |= {
         "key": jax.random.key(0),
         "keys": jax.random.split(jax.random.key(0)),

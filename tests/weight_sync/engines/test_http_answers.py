@@ -40,7 +40,7 @@ def answering(answers):
         thread.start()
         yield f"http://127.0.0.1:{server.getsockname()[1]}"
         server.close()
-        thread.join(10)
+        thread.join(60)
 
 
 @pytest.mark.parametrize("framing", FRAMINGS)
@@ -129,4 +129,4 @@ def test_a_server_without_the_calls_is_told_from_one_that_fails(engine, needs, t
         answering([b"HTTP/1.1 404 Not Found\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body)]) as url,
         pytest.raises(Refused, match=f"status 404: Not Found; needs .*{needs}"),
     ):
-        engine(url, tmp_path).version(timeout=5)
+        engine(url, tmp_path).version(timeout=60)

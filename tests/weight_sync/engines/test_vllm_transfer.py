@@ -91,21 +91,21 @@ def connect(stub, tmp_path):
 
 def test_versions_reach_every_worker(connect, stub):
     transport = connect()
-    assert isinstance(transport, Transport) and transport.version(5) == 0
+    assert isinstance(transport, Transport) and transport.version(60) == 0
     for version in (1, 2, 5):
         stub.calls.clear()
         sync(transport, version)
         assert stub.calls == UPDATE and not stub.paused and stub.weight_version == str(version)
         assert [is_whole(worker, version) for worker in stub.loaded] == [True, True]
-        assert transport.version(5) == version
+        assert transport.version(60) == version
     assert not stub.errors
 
 
 def test_the_engine_serves_until_the_workers_have_all(connect, stub):
     transport = connect(mode="keep")
-    transport.pause(5)
-    transport.abort("changed its mind", 5)
-    transport.resume(5)
+    transport.pause(60)
+    transport.abort("changed its mind", 60)
+    transport.resume(60)
     assert stub.calls == ["/init_weight_transfer_engine"]
     sync(transport, 1)
     assert stub.calls[1:] == [call for call in UPDATE if call != "/reset_prefix_cache"]
@@ -116,7 +116,7 @@ def test_a_trainer_that_is_started_again_goes_on(connect, stub):
     sync(first, 3)
     first.close()
     second = connect()
-    assert second.version(5) == 3
+    assert second.version(60) == 3
     sync(second, 4)
     assert is_whole(stub.loaded[1], 4)
 
@@ -130,7 +130,7 @@ def test_a_load_that_fails_is_said_and_may_be_repeated(call, connect, stub):
         sync(transport, 2)
     assert "parts of two versions" in raised.value.__notes__[0] and not stub.paused
     stub.updating = False  # as vLLM does after a failure of /update_weights
-    sync(transport, transport.version(5) + 1)
+    sync(transport, transport.version(60) + 1)
     assert is_whole(stub.loaded[0], 3) and stub.weight_version == "3"
 
 

@@ -87,7 +87,7 @@ def tree_of_experts():
     random = np.random.default_rng(0)
 
     def kernel(*shape):
-        return {"kernel": jnp.asarray(random.standard_normal(shape), jnp.bfloat16)}
+        return {"kernel": jax.device_put(random.standard_normal(shape).astype(jnp.bfloat16))}
 
     experts = {"gate_proj": kernel(3, 64, 128), "up_proj": kernel(3, 64, 128), "down_proj": kernel(3, 128, 64)}
     attention = {f"{p}_proj": kernel(64, 64) for p in "qkvo"}

@@ -65,7 +65,7 @@ def test_experts_are_sent_as_a_conversion_writes_them(name, tmp_path):
     """One leaf [E, K, N] is many bundles: each expert's gate and up together, its down by itself."""
     random = np.random.default_rng(0)
     sizes = {"gate_proj": (3, 64, 128), "up_proj": (3, 64, 128), "down_proj": (3, 128, 64)}
-    experts = {n: {"kernel": jnp.asarray(random.standard_normal(s), jnp.bfloat16)} for n, s in sizes.items()}
+    experts = {n: {"kernel": jax.device_put(random.standard_normal(s).astype(jnp.bfloat16))} for n, s in sizes.items()}
     tree = {"layers": [{"mlp": {"router": {"kernel": np.ones((64, 3), np.float32)}, "experts": experts}}]}
     scheme = by_name(name, group_size=32) if name == "w4a16" else by_name(name)
     trees.save(tmp_path / "high", tree, QWEN3_MOE, {"model_type": "qwen3_moe"})

@@ -25,7 +25,7 @@ def over(*spec):
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float8_e4m3fn, jnp.int32, jnp.uint8, bool])
 @pytest.mark.parametrize("spec", [None, (), ("a", "b"), (None, "a"), (("b", "a"),)])
 def test_arrays_stay_jaxs_and_keep_their_shardings(dtype, spec):
-    array = jnp.asarray(NUMBERS, dtype)
+    array = jax.device_put(NUMBERS.astype(dtype))
     array = array if spec is None else jax.device_put(array, over(*spec))
     live = synced({"x": array}).weights["x"]
     assert isinstance(live, jax.Array) and live.dtype == array.dtype and live.sharding == array.sharding
@@ -35,7 +35,7 @@ def test_arrays_stay_jaxs_and_keep_their_shardings(dtype, spec):
 @pytest.mark.parametrize("spec", [None, ("a", "b")])
 @pytest.mark.parametrize("resharded", [False, True])
 def test_the_trainer_may_donate_or_delete_its_arrays_afterwards(spec, resharded):
-    array = jnp.asarray(NUMBERS) if spec is None else jax.device_put(NUMBERS, over(*spec))
+    array = jax.device_put(NUMBERS) if spec is None else jax.device_put(NUMBERS, over(*spec))
     receiver = Receiver(shardings=(lambda name: over("b")) if resharded else None)
     live = synced({"x": array}, receiver=receiver).weights["x"]
     for _ in range(3):
@@ -46,7 +46,8 @@ def test_the_trainer_may_donate_or_delete_its_arrays_afterwards(spec, resharded)
 
 @pytest.mark.parametrize("kind", ["numpy", "one device", "sharded"])
 def test_arrays_come_to_where_the_receiver_wants_them(kind):
-    array = {"numpy": NUMBERS, "one device": jnp.asarray(NUMBERS), "sharded": jax.device_put(NUMBERS, over("b"))}[kind]
+    on_devices = {"one device": lambda: jax.device_put(NUMBERS), "sharded": lambda: jax.device_put(NUMBERS, over("b"))}
+    array = on_devices.get(kind, lambda: NUMBERS)()
     other = jax.devices()[3]
     live = synced({"x": array, "y": array}, receiver=Receiver(shardings={"x": over(None, "a"), "y": other})).weights
     assert live["x"].sharding == over(None, "a") and live["y"].devices() == {other}
@@ -93,7 +94,7 @@ def test_bytes_come_to_where_the_receiver_wants_them():
 
 @pytest.mark.parametrize("takes_arrays", [True, False])
 def test_a_quantised_array_travels_as_its_parts(takes_arrays):
-    q = jlp.quantize(jnp.asarray(NUMBERS), jlp.NVFP4(), axis=-2)
+    q = jlp.quantize(jax.device_put(NUMBERS), jlp.NVFP4(), axis=-2)
     source = WeightSource({"up": {"kernel": q}})
     receiver = Receiver()
     transport = InProcess(receiver)

@@ -47,7 +47,7 @@ def test_versions_arrive_whole_one_after_the_other(path):
         assert isinstance(transport, Transport)
         for version in (1, 2, 7):
             sync(transport, version)  # buckets of numpy's memory
-            assert transport.version(timeout=5) == receiver.version == version
+            assert transport.version(timeout=60) == receiver.version == version
             assert is_whole(receiver.weights, version) and receiver.state == "serving"
 
 
@@ -81,7 +81,7 @@ def test_another_secret_lets_nobody_in(path):
     with connected(path) as (receiver, _, transport):
         stranger = SharedMemoryTransport(path, b"another secret, as long as that")
         with pytest.raises(NotAuthenticated):
-            stranger.pause(5)
+            stranger.pause(60)
         stranger.close()
         sync(transport, 1)
         assert is_whole(receiver.weights, 1)
@@ -118,7 +118,7 @@ def session_with_a_bucket(path, shared, note):
     connection = socket.socket(socket.AF_UNIX)
     connection.connect(str(path))
     channel = Channel(connection, introduce(connection, SECRET))
-    deadline = Deadline(5, "answer")
+    deadline = Deadline(60, "answer")
     send_descriptor(connection, shared.descriptor, deadline)
     with contextlib.closing(channel):
         for kind, header, payload in (
@@ -152,7 +152,7 @@ def test_a_note_of_what_is_not_there_is_refused(path, note, reason):
         shared.close()
         for _ in range(100):
             with contextlib.suppress(Refused):  # the receiver may still be ending that session
-                sync(transport, 1, timeout=10)
+                sync(transport, 1, timeout=60)
                 break
             time.sleep(0.05)
         assert is_whole(receiver.weights, 1)
@@ -165,7 +165,7 @@ def test_a_trainer_without_shared_memory_is_dropped(path):
                 connection.connect(str(path))
                 introduce(connection, SECRET)
                 connection.sendall(greeting)
-                connection.settimeout(5)
+                connection.settimeout(60)
                 with contextlib.suppress(ConnectionResetError):  # what was not read
                     assert connection.recv(1) == b""
         sync(transport, 1)
@@ -217,10 +217,10 @@ def test_a_descriptor_of_anything_but_a_readable_file_is_refused(path, given, re
         answer = session_with_a_bucket(path, shared, np.asarray([0, 100], ">u8").tobytes())
         assert answer.kind is Kind.FAILED and reason.encode() in answer.header
         shared.close()
-        until = time.monotonic() + 10
+        until = time.monotonic() + 60
         while True:  # the receiver may not have seen yet that the session before has ended
             try:
-                sync(transport, 1, timeout=10)
+                sync(transport, 1, timeout=60)
                 break
             except Refused as refused:
                 assert "another trainer" in str(refused) and time.monotonic() < until
@@ -250,26 +250,26 @@ def test_overwriting_a_checked_bucket_changes_nothing(path):
         made = pack(1, 0, True, {"a": np.arange(100, dtype=np.int32)})
         payload[:] = made.payload
         manifest = packed({"a": np.arange(100, dtype=np.int32)}, 1, buckets=1)[0]
-        transport.pause(5)
-        transport.begin(1, manifest, 5)
+        transport.pause(60)
+        transport.begin(1, manifest, 60)
         transport.send(type(made)(made.header, payload), 5)
         payload[:] = 255
-        transport.commit(1, manifest.hash, 5)
-        transport.resume(5)
+        transport.commit(1, manifest.hash, 60)
+        transport.resume(60)
         assert (receiver.weights["a"] == np.arange(100)).all()
 
 
 def test_refusals_reach_the_trainer_and_the_session_goes_on(path):
     with connected(path) as (receiver, _, transport):
         manifest, buckets = packed(model(1), 1)
-        transport.pause(5)
-        transport.begin(1, manifest, 5)
+        transport.pause(60)
+        transport.begin(1, manifest, 60)
         with pytest.raises(Refused, match="out of order"):
-            transport.send(buckets[1], 5)
+            transport.send(buckets[1], 60)
         for bucket in buckets:
-            transport.send(bucket, 5)
-        transport.commit(1, manifest.hash, 5)
-        transport.resume(5)
+            transport.send(bucket, 60)
+        transport.commit(1, manifest.hash, 60)
+        transport.resume(60)
         assert is_whole(receiver.weights, 1)
 
 
@@ -281,6 +281,6 @@ def test_many_syncs_leave_no_descriptors_and_no_names_behind(path):
         before = open_descriptors()
         for version in range(2, 102):
             sync(transport, version)
-        transport.version(5)
+        transport.version(60)
         assert open_descriptors() <= before + 2  # a connection that is being closed
     assert (sorted(os.listdir("/dev/shm")) if names else names) == names  # noqa: PTH208

@@ -64,13 +64,13 @@ def same(found, expected):
 
 
 def test_versions_reach_the_engine(transport, stub):
-    assert isinstance(transport, Transport) and transport.version(5) == 0
+    assert isinstance(transport, Transport) and transport.version(60) == 0
     for version in (1, 2, 5):
         stub.calls.clear()
         sync(transport, version)
         assert [call for call in stub.calls if call in UPDATE] == UPDATE
         assert is_whole(stub.weights, version) and not stub.paused and not stub.updating
-        assert transport.version(5) == version == int(stub.weight_version)
+        assert transport.version(60) == version == int(stub.weight_version)
     assert not stub.errors and not shared_files()
 
 
@@ -81,15 +81,15 @@ def test_every_dtype_arrives_with_its_bytes(transport, stub):
 
 def test_the_engine_is_paused_for_the_load_only(transport, stub):
     manifest, buckets = packed(model(1), 1)
-    transport.pause(5)
-    transport.begin(1, manifest, 5)
+    transport.pause(60)
+    transport.begin(1, manifest, 60)
     for bucket in buckets:
-        transport.send(bucket, 5)
+        transport.send(bucket, 60)
     assert set(stub.calls) == {"/server_info", "/model_info"} and not stub.weights
     stub.calls.clear()
-    transport.commit(1, manifest.hash, 5)
+    transport.commit(1, manifest.hash, 60)
     assert stub.calls == ["/pause_generation", "/flush_cache", *UPDATE] and stub.paused
-    transport.resume(5)
+    transport.resume(60)
     assert stub.calls[-1] == "/continue_generation" and not stub.paused
 
 
@@ -175,17 +175,17 @@ def test_an_update_that_a_killed_trainer_left_open_is_ended(transport, stub):
 def test_a_server_that_is_too_old_is_refused(version, transport, stub):
     stub.server["version"] = version
     with pytest.raises(Refused, match=rf"SGLang '{version}'; updates from tensors need 0\.5\.21 or newer: upgrade"):
-        transport.pause(5)
+        transport.pause(60)
     assert stub.calls == ["/server_info"]
 
 
 def test_data_parallel_replicas_are_refused(transport, stub):
     stub.server["dp_size"] = 2
     with pytest.raises(Refused, match="dp_size 2; SGLang updates one data-parallel replica"):
-        transport.pause(5)
+        transport.pause(60)
     stub.server |= {"dp_size": 1, "tp_size": None}
     with pytest.raises(Refused, match="tp_size None"):
-        transport.pause(5)
+        transport.pause(60)
 
 
 DENSE = "model.layers.0.self_attn.q_proj.weight_packed"
@@ -225,24 +225,24 @@ def test_experts_in_int4_and_other_codes_are_sent(by_disk, stub, tmp_path):
 def test_calls_out_of_order_are_refused(transport):
     manifest, buckets = packed(model(3), 3)
     with pytest.raises(Refused, match="begin: no session is open"):
-        transport.begin(3, manifest, 5)
-    transport.pause(5)
+        transport.begin(3, manifest, 60)
+    transport.pause(60)
     with pytest.raises(Refused, match="a session is open already"):
-        transport.pause(5)
+        transport.pause(60)
     with pytest.raises(Refused, match="send: no version is being collected"):
-        transport.send(buckets[0], 5)
-    transport.begin(3, manifest, 5)
+        transport.send(buckets[0], 60)
+    transport.begin(3, manifest, 60)
     with pytest.raises(Refused, match="version 3 is being collected"):
-        transport.begin(3, manifest, 5)
+        transport.begin(3, manifest, 60)
     with pytest.raises(Refused, match="out of order"):
-        transport.send(buckets[1], 5)
-    transport.send(buckets[0], 5)
+        transport.send(buckets[1], 60)
+    transport.send(buckets[0], 60)
     with pytest.raises(Refused, match="commit: version 4"):
-        transport.commit(4, manifest.hash, 5)
+        transport.commit(4, manifest.hash, 60)
     with pytest.raises(Refused, match="incomplete"):
-        transport.commit(3, manifest.hash, 5)
-    transport.abort("enough", 5)
-    transport.resume(5)
+        transport.commit(3, manifest.hash, 60)
+    transport.abort("enough", 60)
+    transport.resume(60)
     assert not shared_files()
     sync(transport, 3)
     with pytest.raises(Refused, match="version 3 is stale"):

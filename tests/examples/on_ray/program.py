@@ -1,0 +1,29 @@
+"""rl_loop.py, whose driver waits after some iterations until a test lets it go on. Run as a program; see runs.py.
+
+HOLD names a folder, in which an empty file `after-N` says that the driver is to wait after iteration N. It adds the
+file `held-N`, and goes on when `after-N` is gone. So no run ends before a test has seen or killed what it wants.
+"""
+
+import os
+import pathlib
+import time
+
+import rl.report
+import rl_loop
+
+FOLDER = pathlib.Path(os.environ["HOLD"])
+
+
+class Held(rl.report.Progress):
+    """Shows an iteration, and waits."""
+
+    def show(self, record):
+        super().show(record)
+        version = record["version"]
+        while (FOLDER / f"after-{version}").exists():
+            (FOLDER / f"held-{version}").touch()
+            time.sleep(0.01)
+
+
+rl.report.Progress = Held
+rl_loop.main()
