@@ -98,12 +98,21 @@ def as_int(value: Any) -> int:
     return operator.index(value)
 
 
+def as_array(x: Any) -> jax.Array:
+    """`x` as a JAX array, a copy of NumPy arrays, which their owner may change.
+
+    `jnp.asarray` compiles a program for each shape and dtype of NumPy arrays (JAX 0.10 to 0.12); but where a mesh is
+    set, it places an array on all devices.
+    """
+    if isinstance(x, np.ndarray | np.generic | int | float) and jax.sharding.get_abstract_mesh().empty:
+        return jax.device_put(x.copy() if isinstance(x, np.ndarray) else x)
+    return jnp.asarray(x)
+
+
 def array(who: str, name: str, x: Any) -> jax.Array:
     """`x` as an array of any dtype."""
-    if isinstance(x, jax.Array):
-        return x
     try:
-        return jnp.asarray(x)
+        return as_array(x)
     except (TypeError, ValueError, OverflowError):
         raise TypeError(f"{who}: {name}={shown(x)}; needs an array") from None
 

@@ -1,5 +1,6 @@
 """Comparisons and inputs that many tests share."""
 
+import contextlib
 import dataclasses
 import hashlib
 import itertools
@@ -97,6 +98,22 @@ def assert_same_numbers(actual, expected):
         np.testing.assert_array_equal(as_bytes(a)[~nan], as_bytes(e)[~nan])
 
 
+@contextlib.contextmanager
+def compilations():
+    """A list that gets an element for each trace and each compilation in the context."""
+    found = []
+
+    def listener(event, *_, **__):
+        if event.startswith("/jax/core/compile"):
+            found.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(listener)
+    try:
+        yield found
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listener)
+
+
 def digest(x):
     """The first 32 hex digits of SHA-256 over the C-contiguous bytes."""
     return hashlib.sha256(np.ascontiguousarray(np.asarray(x)).tobytes()).hexdigest()[:32]
@@ -132,7 +149,7 @@ def random_array(shape, dtype="bfloat16", seed=0):
     x = np.where(kind == 4, x * np.float32(1e-6), x)
     if x.ndim > 1 and x.shape[-2] > 2:
         x[..., 1, :] *= np.float32(1e-7)  # block scales that underflow
-    return jnp.asarray(x.astype(jnp.dtype(dtype)))  # NumPy's cast: an eager one of JAX is a program for each shape
+    return jax.device_put(x.astype(jnp.dtype(dtype)))  # NumPy's cast: an eager one of JAX is a program for each shape
 
 
 def quantized_from_bytes(shape, fmt, seed=0, *, amax=None, codes=None, scales=None, axis=-1, hadamard=None):
@@ -166,8 +183,8 @@ def quantized_from_bytes(shape, fmt, seed=0, *, amax=None, codes=None, scales=No
         scale = np.asarray(fill(scales, number, *(() if fmt.scaling == "tensor" else blocks)), np.float32)
     if fmt.scaling == "two_level":
         amax = np.exp2(rng.uniform(-8, 8, batch)) if amax is None else np.broadcast_to(amax, batch)
-        amax = jnp.asarray(np.asarray(amax, np.float32))
-    data, scale = jnp.asarray(data), jnp.asarray(scale)
+        amax = jax.device_put(np.asarray(amax, np.float32))
+    data, scale = jax.device_put((data, scale))
     return jlp.QuantizedArray(data, scale, amax, None, fmt, tuple(shape[-2:]), jnp.dtype("bfloat16"), axis, hadamard)
 
 

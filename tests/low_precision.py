@@ -1,6 +1,7 @@
 """Recipes to test with: one of each kind, with their options, and one for each structure of a layer's program."""
 
-import jax.numpy as jnp
+import jax
+import numpy as np
 
 import jaxlowprec as jlp
 from jaxlowprec.layers import delayed_scaling
@@ -104,7 +105,7 @@ def state_for(recipe):
         return None
     state = delayed_scaling.init_state(recipe)
     for tensor, amax in (("input", 48.0), ("kernel", 50.0), ("output_grad", 30.0)):
-        state[f"{tensor}_amax_history"] = jnp.asarray([amax, 0.0, amax / 3], jnp.float32)
+        state[f"{tensor}_amax_history"] = jax.device_put(np.float32([amax, 0.0, amax / 3]))
     return state
 
 

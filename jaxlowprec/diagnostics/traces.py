@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxlowprec.arguments import shown
+from jaxlowprec.arguments import as_array, shown
 from jaxlowprec.telemetry.scopes import entered
 from jaxlowprec.telemetry.taps import TENSORS, Taps, sketch
 
@@ -125,7 +125,7 @@ def tracer(fn: Callable[..., Any], high_precision: bool = False) -> Callable[...
                 return fn(*args, **kwargs)
 
         result, backward = jax.vjp(watched, state)
-        first, *others = (jnp.asarray(leaf) for leaf in jax.tree.leaves(result))
+        first, *others = (as_array(leaf) for leaf in jax.tree.leaves(result))
         one = [_cotangent(first, 1.0 if first.ndim == 0 else 0.0), *(_cotangent(leaf, 0.0) for leaf in others)]
         (found,) = backward(jax.tree.unflatten(jax.tree.structure(result), one))
         return found, sketch(first)

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxlowprec.arguments import a_flag, shown, whole_number
+from jaxlowprec.arguments import a_flag, as_array, shown, whole_number
 from jaxlowprec.layers.delayed_scaling import OVERWRITE_WITH_GRADIENT, add_gradients, is_state
 from jaxlowprec.layers.layer_call import quantized_weight
 from jaxlowprec.layers.residuals import in_profiles
@@ -83,7 +83,7 @@ def _parts(batch: Any, count: int) -> Any:
         raise ValueError(f"{_WHO}: batch has arrays of {given} rows; needs one number of rows, a multiple of {count}")
 
     def split(x: Any) -> jax.Array:
-        x = jnp.asarray(x)
+        x = as_array(x)
         return jnp.moveaxis(x.reshape(x.shape[0] // count, count, *x.shape[1:]), 1, 0)
 
     return jax.tree.map(split, batch)
@@ -92,7 +92,7 @@ def _parts(batch: Any, count: int) -> Any:
 def _accumulated(loss: Callable[..., Any], params: Any, parts: Any, count: int) -> tuple[Any, Any, Any]:
     """The mean loss, the stacked aux and the gradients."""
     paths, tree = jax.tree.flatten_with_path(params)
-    leaves = [leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf) for _, leaf in paths]
+    leaves = [as_array(leaf) for _, leaf in paths]
     states = {i for i, (path, _) in enumerate(paths) if is_state(path)}
     found = _kernels(loss, tree, leaves, jax.tree.map(lambda x: x[0], parts))
     quantized = {i: _quantized_once(leaves[i], call) for i, call in found.items()}

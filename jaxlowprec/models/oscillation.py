@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxlowprec.arguments import as_int, shown, whole_number
+from jaxlowprec.arguments import as_array, as_int, shown, whole_number
 from jaxlowprec.layers.weight_only import check_whole_blocks, quantize_weight
 from jaxlowprec.models.kernels import checked_numbers, chosen_weights, is_weight, is_whole, matrices
 from jaxlowprec.models.layer_names import layer_name
@@ -189,7 +189,7 @@ class OsciReset:
             return isinstance(leaf, jax.Array | np.ndarray) and self._role(name) is not None
 
         found = chosen_weights(_WHO, params, chosen, "the recipe's fprop, include and exclude")
-        return {name: jnp.asarray(w) for name, w in found.items()}
+        return {name: as_array(w) for name, w in found.items()}
 
     def _quantized(self, name: str, w: jax.Array) -> jax.Array:
         """The weight as fprop reads it, in its own dtype."""

@@ -17,7 +17,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int32
 
 from jaxlowprec import wiring
-from jaxlowprec.arguments import array, shown, whole_number
+from jaxlowprec.arguments import array, as_array, shown, whole_number
 from jaxlowprec.moe.router import in_order
 from jaxlowprec.ops.rounding import rounded
 
@@ -61,7 +61,7 @@ def dispatch(experts: Int32[Array, "T k"], num_experts: int) -> Dispatch:
         raise (ValueError if experts.ndim != 2 else TypeError)(
             f"dispatch: experts are {experts.dtype}{list(experts.shape)}; needs int32 [tokens, k]"
         )
-    flat = jnp.asarray(experts).reshape(-1)
+    flat = as_array(experts).reshape(-1)
     flat = jnp.where((flat >= 0) & (flat < num_experts), flat, num_experts)
     order = jnp.argsort(flat, stable=True).astype(jnp.int32)
     places = jnp.argsort(order, stable=True).astype(jnp.int32).reshape(experts.shape)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, Int32
 
-from jaxlowprec.arguments import shown, whole_number
+from jaxlowprec.arguments import as_array, shown, whole_number
 from jaxlowprec.moe.balancing import balance_loss, z_loss
 from jaxlowprec.moe.router_config import RouterConfig, check_config
 from jaxlowprec.moe.tape_dtype import check_fits, is_tape_dtype, replayable, widened
@@ -94,7 +94,7 @@ def route(
     [[3, 1]]
     """
     _check(logits, k, routing, tape, bias, sequence_length)
-    logits, k = jnp.asarray(logits), int(k)
+    logits, k = as_array(logits), int(k)
     tokens, experts = logits.shape
     scores = _scores(logits, routing)
     fixed = jax.lax.stop_gradient((logits, scores, bias))

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
-from jaxlowprec.arguments import array, shown, whole_number
+from jaxlowprec.arguments import array, as_array, shown, whole_number
 from jaxlowprec.moe.rollout import Form, captured, encoded
 from jaxlowprec.moe.tape_dtype import AFRESH, check_fits, is_tape_dtype, narrowed, tape_dtype, widened
 
@@ -145,7 +145,7 @@ class RoutingTape:
             experts[:, i, start : start + len(rows)] = rows.swapaxes(0, 1)
         _check(who, experts, num_experts)
         check_fits(who, found, num_experts, k)
-        return cls(jnp.asarray(narrowed(experts, found, num_experts)))
+        return cls(as_array(narrowed(experts, found, num_experts)))
 
     def to_routed_experts(
         self,
@@ -231,7 +231,7 @@ class RoutingTape:
     def _moved(self, space: Any, kind: str) -> RoutingTape:
         who = "RoutingTape.to_host" if kind == "pinned_host" else "RoutingTape.to_device"
         check_experts(who, self.experts)
-        experts = jnp.asarray(self.experts)
+        experts = as_array(self.experts)
         if isinstance(experts, jax.core.Tracer):
             return RoutingTape(jax.device_put(experts, space))
         for device in experts.devices():

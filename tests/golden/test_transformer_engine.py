@@ -8,6 +8,7 @@ import itertools
 import json
 import pathlib
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -46,7 +47,7 @@ def scale_rule(entry):
 
 def given(entry):
     """Array, format and rotation."""
-    x = jnp.asarray(golden_input(tuple(entry["shape"]), entry["seed"])).astype(entry["dtype"])
+    x = jax.device_put(golden_input(tuple(entry["shape"]), entry["seed"]).astype(jnp.dtype(entry["dtype"])))
     if entry["kind"] == "nvfp4":
         hadamard = entry["rht"] and jlp.Hadamard(signs=jlp.DEFAULT_SIGNS if entry["signs"] else None)
         return x, jlp.NVFP4(tuple(entry["block"]), scale_rule(entry)), hadamard

@@ -1,6 +1,5 @@
 """Rotations whose signs a key draws: the bytes are those of the same fixed signs, and another key compiles nothing."""
 
-import contextlib
 import dataclasses
 import functools
 
@@ -11,7 +10,7 @@ import pytest
 from jax import export
 
 from tests.eager import jlp
-from tests.helpers import FLOATS, ONE_OF_EACH, assert_same_bytes, format_name, often, random_array
+from tests.helpers import FLOATS, ONE_OF_EACH, assert_same_bytes, compilations, format_name, often, random_array
 from tests.ops.implementations import ByKernels, ByReference
 
 SIZES = [16, 32, 64, 128]
@@ -36,22 +35,6 @@ def quantize(x, key=KEY, fmt=NVFP4, axis=-1, size=16, **options):
 def codes_of(q):
     """The bytes of a quantised array, whatever its rotation."""
     return [q.data, q.scale, q.amax]
-
-
-@contextlib.contextmanager
-def compilations():
-    """A list that gets an element for each trace and each compilation in the context."""
-    found = []
-
-    def listener(event, *_, **__):
-        if event.startswith("/jax/core/compile"):
-            found.append(event)
-
-    jax.monitoring.register_event_duration_secs_listener(listener)
-    try:
-        yield found
-    finally:
-        jax.monitoring.unregister_event_duration_listener(listener)
 
 
 def test_the_golden_words():

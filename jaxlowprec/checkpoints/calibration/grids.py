@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
+from jaxlowprec.arguments import as_array
 from jaxlowprec.arrays.formats import NVFP4, Format, Int4
 from jaxlowprec.arrays.quantized_array import QuantizedArray
 from jaxlowprec.checkpoints.schemes.base import as_dtype
@@ -127,9 +128,9 @@ class Int4Grid(Grid):
     def array(self, codes: np.ndarray, fitted: list[Fitted], dtype: Any) -> QuantizedArray:
         """See `Grid`."""
         scale, zeros = (np.stack([getattr(f, name) for f in fitted], axis=1) for name in ("scale", "zeros"))
-        zero_point = None if self.format.symmetric else jnp.asarray(zeros.astype(np.uint8))
-        data = jnp.asarray(pack_bytes(codes))
-        return QuantizedArray(data, jnp.asarray(scale), None, zero_point, self.format, codes.shape, dtype, -1, None)
+        zero_point = None if self.format.symmetric else as_array(zeros.astype(np.uint8))
+        data = as_array(pack_bytes(codes))
+        return QuantizedArray(data, as_array(scale), None, zero_point, self.format, codes.shape, dtype, -1, None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,8 +173,8 @@ class NVFP4Grid(Grid):
         """See `Grid`."""
         scale = np.stack([f.scale for f in fitted], axis=1)
         amax = jnp.float32(self.amax)
-        data = jnp.asarray(pack_bytes(codes))
-        return QuantizedArray(data, jnp.asarray(scale), amax, None, self.format, codes.shape, dtype, -1, None)
+        data = as_array(pack_bytes(codes))
+        return QuantizedArray(data, as_array(scale), amax, None, self.format, codes.shape, dtype, -1, None)
 
 
 def grid_of(fmt: Format, amax: float | None) -> Grid | None:

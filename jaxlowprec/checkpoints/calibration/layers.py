@@ -13,6 +13,7 @@ import numpy as np
 from flax import nnx
 
 import jaxlowprec as jlp
+from jaxlowprec.arguments import as_array
 from jaxlowprec.checkpoints.conversion.expert_arrays import SingleWeights
 from jaxlowprec.checkpoints.decoders.folders import mapping_of
 from jaxlowprec.checkpoints.errors import CheckpointError
@@ -134,7 +135,7 @@ def _of_row(graph: Any, state: Any, row: jax.Array, tokens: jax.Array) -> jax.Ar
 
 def embedded(ends: Decoder, tokens: np.ndarray) -> np.ndarray:
     """What the first layer reads of tokens [rows, time]: [rows, time, width]."""
-    return np.asarray(ends.embedded(jnp.asarray(tokens)))
+    return np.asarray(ends.embedded(as_array(tokens)))
 
 
 def batches(rows: np.ndarray, tokens: int = 2048) -> Iterator[slice]:

@@ -20,6 +20,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from jaxlowprec.arguments import as_array
 from jaxlowprec.arrays.formats import MXFP4, Int4
 from jaxlowprec.arrays.quantized_array import QuantizedArray
 from jaxlowprec.checkpoints.errors import CheckpointError
@@ -121,7 +122,7 @@ def array_of_blocks(block_type: BlockType, blocks: np.ndarray, dtype: Any = "flo
     fmt = Int4(GROUP, scale_dtype="float16") if block_type.name == "Q4_0" else MXFP4()
     bits = scale if block_type.name == "Q4_0" else scale.view(jnp.float8_e8m0fnu)
     shape = (len(data), 2 * data.shape[1])
-    return QuantizedArray(jnp.asarray(data), jnp.asarray(bits), None, None, fmt, shape, as_dtype(dtype), -1, None)
+    return QuantizedArray(as_array(data), as_array(bits), None, None, fmt, shape, as_dtype(dtype), -1, None)
 
 
 def rows(tensors: Mapping[str, np.ndarray], order: np.ndarray) -> dict[str, np.ndarray]:

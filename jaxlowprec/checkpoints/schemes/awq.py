@@ -12,9 +12,9 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-import jax.numpy as jnp
 import numpy as np
 
+from jaxlowprec.arguments import as_array
 from jaxlowprec.arrays.formats import SYMMETRIC_ZERO
 from jaxlowprec.arrays.quantized_array import QuantizedArray
 from jaxlowprec.checkpoints.schemes.base import Spec, Tensors
@@ -89,9 +89,9 @@ class AWQ(Int4Groups):
         zeros = self._zeros(tensors, n)
         if k % 2:  # a QuantizedArray fills the last nibble with the code of zero
             codes = np.concatenate([codes, zeros[:, -1:]], axis=1)
-        scale = jnp.asarray(np.ascontiguousarray(tensors["scales"].T))
-        zero_point = None if self.symmetric else jnp.asarray(zeros)
-        data = jnp.asarray(pack_bytes(codes))
+        scale = as_array(np.ascontiguousarray(tensors["scales"].T))
+        zero_point = None if self.symmetric else as_array(zeros)
+        data = as_array(pack_bytes(codes))
         return QuantizedArray(data, scale, None, zero_point, self.format, shape, dtype, -1, None)
 
     def _write(self, q: QuantizedArray) -> dict[str, np.ndarray]:

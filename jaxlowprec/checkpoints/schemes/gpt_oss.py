@@ -14,10 +14,10 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import jax
-import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
+from jaxlowprec.arguments import as_array
 from jaxlowprec.arrays.formats import MXFP4, Format, ScaleRule
 from jaxlowprec.arrays.quantized_array import QuantizedArray
 from jaxlowprec.checkpoints.schemes.base import Scheme, Spec, Tensors, on_the_cpu
@@ -124,8 +124,8 @@ class GPTOSSMXFP4(Scheme):
 
     def _read(self, tensors: Tensors, shape: tuple[int, ...], dtype: np.dtype) -> QuantizedArray:  # type: ignore[override]
         e, k, n = shape
-        data = jnp.asarray(tensors["blocks"].reshape(e, n, k // 2))
-        scale = jnp.asarray(tensors["scales"].view(ml_dtypes.float8_e8m0fnu))
+        data = as_array(tensors["blocks"].reshape(e, n, k // 2))
+        scale = as_array(tensors["scales"].view(ml_dtypes.float8_e8m0fnu))
         return QuantizedArray(data, scale, None, None, self.format, (n, k), dtype, -1, None)
 
     def _write(self, q: QuantizedArray) -> dict[str, np.ndarray]:

@@ -14,9 +14,9 @@ import re
 from collections.abc import Sequence
 from typing import Any, ClassVar, Literal
 
-import jax.numpy as jnp
 import numpy as np
 
+from jaxlowprec.arguments import as_array
 from jaxlowprec.arrays.formats import SYMMETRIC_ZERO
 from jaxlowprec.arrays.quantized_array import QuantizedArray
 from jaxlowprec.checkpoints.schemes.base import Spec, Tensors
@@ -117,9 +117,9 @@ class GPTQ(Int4Groups):
         if self._groups(tensors, k) is not None:
             raise not_loadable("gptq", "g_idx")
         data, zeros = bytes_of_words(tensors["qweight"].T, k), self._zeros(tensors, n)
-        scale = jnp.asarray(np.ascontiguousarray(tensors["scales"].T))
-        zero_point = None if self.symmetric else jnp.asarray(zeros)
-        return QuantizedArray(jnp.asarray(data), scale, None, zero_point, self.format, shape, dtype, -1, None)
+        scale = as_array(np.ascontiguousarray(tensors["scales"].T))
+        zero_point = None if self.symmetric else as_array(zeros)
+        return QuantizedArray(as_array(data), scale, None, zero_point, self.format, shape, dtype, -1, None)
 
     def _write(self, q: QuantizedArray) -> dict[str, np.ndarray]:
         k = q.matrix_shape[1]

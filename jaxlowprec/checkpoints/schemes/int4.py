@@ -11,9 +11,9 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, ClassVar, Literal
 
-import jax.numpy as jnp
 import numpy as np
 
+from jaxlowprec.arguments import as_array
 from jaxlowprec.arrays.formats import SYMMETRIC_ZERO, Format, Int4
 from jaxlowprec.arrays.quantized_array import QuantizedArray
 from jaxlowprec.checkpoints.schemes.base import Scheme, Spec, Tensors, as_dtype
@@ -194,8 +194,8 @@ class PackedInt4(Int4Groups):
             last = SYMMETRIC_ZERO if zeros is None else zeros[:, -1]
             data = data.copy()
             data[:, -1] = data[:, -1] & 15 | last << 4
-        scale, zero_point = jnp.asarray(tensors["weight_scale"]), None if zeros is None else jnp.asarray(zeros)
-        return QuantizedArray(jnp.asarray(data), scale, None, zero_point, self.format, shape, dtype, -1, None)
+        scale, zero_point = as_array(tensors["weight_scale"]), None if zeros is None else as_array(zeros)
+        return QuantizedArray(as_array(data), scale, None, zero_point, self.format, shape, dtype, -1, None)
 
     def _write(self, q: QuantizedArray) -> dict[str, np.ndarray]:
         data = np.asarray(q.data)

@@ -12,10 +12,10 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
+from jaxlowprec.arguments import as_array
 from jaxlowprec.arrays.formats import MXFP4, MXFP8, Format, ScaleRule
 from jaxlowprec.arrays.quantized_array import QuantizedArray
 from jaxlowprec.checkpoints.schemes.base import Scheme, Spec, Tensors
@@ -53,8 +53,8 @@ class _MX(Scheme):
         return elements.reshape(n, k).astype(dtype, copy=False)
 
     def _read(self, tensors: Tensors, shape: tuple[int, int], dtype: np.dtype) -> QuantizedArray:
-        scale = jnp.asarray(tensors[self.scales].view(ml_dtypes.float8_e8m0fnu))
-        return QuantizedArray(jnp.asarray(tensors[self.codes]), scale, None, None, self.format, shape, dtype, -1, None)
+        scale = as_array(tensors[self.scales].view(ml_dtypes.float8_e8m0fnu))
+        return QuantizedArray(as_array(tensors[self.codes]), scale, None, None, self.format, shape, dtype, -1, None)
 
     def _write(self, q: QuantizedArray) -> dict[str, np.ndarray]:
         return {self.codes: np.asarray(q.data), self.scales: np.asarray(q.scale).view(np.uint8)}

@@ -16,9 +16,9 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
-import jax.numpy as jnp
 import numpy as np
 
+from jaxlowprec.arguments import as_array
 from jaxlowprec.arrays.formats import BLOCK, NVFP4, Format, ScaleRule
 from jaxlowprec.arrays.quantized_array import QuantizedArray
 from jaxlowprec.checkpoints.schemes.base import Scheme, Spec, Tensors
@@ -122,8 +122,8 @@ class _TwoLevel(Scheme):
 
     def _read(self, tensors: Tensors, shape: tuple[int, int], dtype: np.dtype) -> QuantizedArray:
         amax = np.float32(0) if self._says_zero(tensors) else self._exact_amax(self._positive(tensors))
-        data, scale = jnp.asarray(tensors[self.codes]), jnp.asarray(tensors["weight_scale"])
-        return QuantizedArray(data, scale, jnp.asarray(amax), None, self.format, shape, dtype, -1, None)
+        data, scale = as_array(tensors[self.codes]), as_array(tensors["weight_scale"])
+        return QuantizedArray(data, scale, as_array(amax), None, self.format, shape, dtype, -1, None)
 
     def _exact_amax(self, stored: np.float32) -> np.float32:
         amax, nearest = self._amax(stored)

@@ -10,6 +10,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from jaxlowprec.arguments import as_array
 from jaxlowprec.checkpoints.trees.layout import PLUS, Layout, flat, parsed
 
 __all__ = ["Moves", "joined", "merged", "parsed", "stacked"]
@@ -187,7 +188,7 @@ def stacked(arrays: Sequence[Any], counts: Mapping[str, int], layout: Layout) ->
     """Leaves without the axes that count tensors, in the order of their indices, as one leaf with these axes."""
     if not counts:
         return arrays[0]
-    array = jnp.stack([jnp.asarray(array) for array in arrays])
+    array = jnp.stack([as_array(array) for array in arrays])
     array = array.reshape((*counts.values(), *array.shape[1:]))
     places = [at for at, group in enumerate(layout.left) if group[0] in counts]
     return jnp.moveaxis(array, range(len(places)), places)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
+from jaxlowprec.arguments import as_array
 from jaxlowprec.checkpoints.schemes.base import FLOATS
 from jaxlowprec.checkpoints.trees.rule import Rule
 
@@ -41,7 +41,7 @@ def of_file(path: str, array: Any, rule: Rule, dtype: np.dtype | None) -> Any:
         _require_same(path, given, _leaf(own, rule, given.dtype), rule, "pass dtype=, which says what to round to")
         made = own
     made = made.astype(dtype or given.dtype)
-    return jnp.asarray(made) if isinstance(array, jax.Array) else made
+    return as_array(made) if isinstance(array, jax.Array) else made
 
 
 def of_leaf(path: str, array: np.ndarray, rule: Rule, dtype: np.dtype) -> np.ndarray:

@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
+from jaxlowprec.arguments import as_array
 from jaxlowprec.arrays.quantized_array import QuantizedArray
 from jaxlowprec.checkpoints.schemes.base import FLOATS, Scheme, as_dtype
 from jaxlowprec.checkpoints.trees.expert_arrays import columns_split, holds_expert_arrays
@@ -88,7 +88,7 @@ class Reading:
         each = len(group.rule.names)
         made = [moves.back(parts[begin : begin + each]) for begin in range(0, len(parts), each)]
         if not moves.counts:
-            return jnp.asarray(np.ascontiguousarray(made[0]))
+            return as_array(np.ascontiguousarray(made[0]))
         return stacked(made, moves.counts, moves.layout)
 
     def _tensor(self, group: Group, place: Place) -> Any:

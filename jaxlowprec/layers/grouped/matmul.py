@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jaxlowprec import wiring
-from jaxlowprec.arguments import shown
+from jaxlowprec.arguments import as_array, shown
 from jaxlowprec.arrays.formats import BLOCK
 from jaxlowprec.arrays.quantized_array import QuantizedArray
 from jaxlowprec.layers import delayed_scaling, weight_only
@@ -262,7 +262,7 @@ def checked_sizes(who: str, group_sizes: Any, x: jax.Array) -> jax.Array:
     if isinstance(sizes, np.ndarray):
         if (total := sum(map(int, sizes))) > rows:
             raise ValueError(f"{who}: group_sizes sum up to {total}, and x has {rows} rows")
-        sizes = jnp.asarray(np.clip(sizes, 0, min(rows, np.iinfo(sizes.dtype).max)).astype(np.int32))
+        sizes = as_array(np.clip(sizes, 0, min(rows, np.iinfo(sizes.dtype).max)).astype(np.int32))
     return cut_to_rows(sizes, rows)
 
 

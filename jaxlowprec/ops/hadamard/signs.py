@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxlowprec.arguments import as_array
 from jaxlowprec.arrays.hadamard import Hadamard
 from jaxlowprec.ops.quantize.keys import key_words
 from jaxlowprec.ops.quantize.philox import philox4x32
@@ -52,7 +53,7 @@ def sign_source(
                 f"{who}: sign_key has the signs of batch axes {key.shape[:-1]}; needs one vector, or one for each "
                 f"slice of the batch axes {batch}"
             )
-        source = jnp.asarray(key)
+        source = as_array(key)
     else:
         source = key_words(who, key, batch, "sign_key")
     return jnp.expand_dims(source, -2) if parts and source.shape[:-1] == batch else source

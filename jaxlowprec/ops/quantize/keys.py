@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxlowprec.arguments import shown
+from jaxlowprec.arguments import as_array, shown
 from jaxlowprec.ops.quantize.philox import words_at
 from jaxlowprec.ops.rounding import magnitude_bits
 
@@ -41,7 +41,7 @@ def check_key(who: str, key: Any, argument: str = "key") -> None:
 def key_words(who: str, key: Any, batch: tuple[int, ...], argument: str = "key") -> jax.Array:
     """The two uint32 words of a key, or of one key per slice, as [*batch, 2]. `argument`: what it was given as."""
     check_key(who, key, argument)
-    words = key
+    words = as_array(key)
     if jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
         words = jax.random.key_data(key)
         if words.shape[-1] != 2:
@@ -110,4 +110,4 @@ def keyless_words(amax: jax.Array, seed: jax.Array | np.ndarray) -> jax.Array:
     """A 64-bit mix of the bits of a tensor's amax [...] and a seed, for each slice: [..., 2]."""
     bits = magnitude_bits(amax)
     index = jnp.arange(bits.size, dtype=jnp.uint32).reshape(bits.shape)
-    return words_at(jnp.asarray(_KEYLESS), bits, jnp.asarray(seed), index, stream=2)
+    return words_at(_KEYLESS, bits, seed, index, stream=2)

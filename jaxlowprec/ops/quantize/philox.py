@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
@@ -20,16 +22,32 @@ def _multiply_wide(a: jax.Array, b: int) -> tuple[jax.Array, jax.Array]:
     return a_high * b_high + (middle >> 16) + (carry >> 16), a * jnp.uint32(b)
 
 
-def philox4x32(counter: tuple[jax.Array, ...], key: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, ...]:
-    """Ten rounds on four uint32 counter words with a key of two."""
-    c0, c1, c2, c3 = counter
-    k0, k1 = key
-    for _ in range(10):
-        high0, low0 = _multiply_wide(c0, _MULTIPLIERS[0])
-        high1, low1 = _multiply_wide(c2, _MULTIPLIERS[1])
-        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
-        k0, k1 = k0 + jnp.uint32(_KEY_STEPS[0]), k1 + jnp.uint32(_KEY_STEPS[1])
-    return c0, c1, c2, c3
+Words = tuple[jax.Array, ...]
+
+
+def _round(_: int, state: tuple[Words, Words]) -> tuple[Words, Words]:
+    """The counter and the key after one round."""
+    (c0, c1, c2, c3), (k0, k1) = state
+    high0, low0 = _multiply_wide(c0, _MULTIPLIERS[0])
+    high1, low1 = _multiply_wide(c2, _MULTIPLIERS[1])
+    counter = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
+    return counter, (k0 + jnp.uint32(_KEY_STEPS[0]), k1 + jnp.uint32(_KEY_STEPS[1]))
+
+
+def _ten_rounds(counter: Words, key: Words, unroll: int = 1) -> Words:
+    return jax.lax.fori_loop(0, 10, _round, (counter, key), unroll=unroll)[0]
+
+
+def philox4x32(counter: Words, key: Words) -> Words:
+    """Ten rounds on four uint32 counter words with a key of two; their shapes broadcast.
+
+    On a CPU they are a loop: it compiles several times faster than its rounds one after the other, and XLA would fuse
+    those into a kernel that computes most of them again and again. On a GPU each round of a loop would be a kernel.
+    """
+    nothing = functools.reduce(jnp.bitwise_or, (*counter, *key)) & 0  # shaped, sharded and varying as the results are
+    counter = tuple(c | nothing for c in counter)
+    unrolled = functools.partial(_ten_rounds, unroll=10)
+    return jax.lax.platform_dependent(counter, key, cpu=_ten_rounds, default=unrolled)
 
 
 def words_at(
@@ -48,8 +66,12 @@ def words_at(
         stream: one for each purpose, for the same reason.
     """
     counter = (first, second, third, stream)
-    out = philox4x32(tuple(jnp.asarray(c, jnp.uint32) for c in counter), (words[..., 0], words[..., 1]))
-    return jnp.stack(out[:2], axis=-1)
+    return _two_words(words, tuple(np.uint32(c) if isinstance(c, int) else c for c in counter))
+
+
+@jax.jit
+def _two_words(words: jax.Array, counter: Words) -> jax.Array:
+    return jnp.stack(philox4x32(counter, (words[..., 0], words[..., 1]))[:2], axis=-1)
 
 
 class Draws(NamedTuple):
@@ -71,10 +93,8 @@ class Draws(NamedTuple):
 def random_words_of(draws: Draws) -> jax.Array:
     """uint32 [..., R, ceil(C/16), 4]: the words of one call for each row and sixteen."""
     words, lines, sixteens, stream = draws
-    shape = (*words.shape[:-1], lines.shape[-1], sixteens.shape[-1])
-    line, sixteen = (jnp.broadcast_to(i, shape) for i in (lines[..., :, None], sixteens[..., None, :]))
     key = (words[..., 0, None, None], words[..., 1, None, None])
-    counter = (sixteen, line, jnp.full(shape, stream, jnp.uint32), jnp.zeros(shape, jnp.uint32))
+    counter = (sixteens[..., None, :], lines[..., :, None], np.uint32(stream), np.uint32(0))
     return jnp.stack(philox4x32(counter, key), axis=-1)
 
 

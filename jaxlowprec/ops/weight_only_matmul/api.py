@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxlowprec.arguments import as_array
 from jaxlowprec.arrays.quantized_array import QuantizedArray
 from jaxlowprec.ops.checks import float_array
 from jaxlowprec.ops.epilogue import checked_epilogue
@@ -59,7 +60,7 @@ def _prepared(
     if shared and epilogue.bias:
         if (given := jnp.shape(epilogue_options["bias"])) != (columns,):
             raise ValueError(f"{who}: bias has shape {given} and b {q.shape} no batch axes; needs {(columns,)}")
-        extras[0] = jnp.asarray(epilogue_options["bias"]).astype(jnp.float32)
+        extras[0] = as_array(epilogue_options["bias"]).astype(jnp.float32)
     fmt = q.format
     spec = WeightOnlySpec(
         fmt,

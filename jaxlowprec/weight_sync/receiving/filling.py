@@ -6,8 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-import jax.numpy as jnp
-
+from jaxlowprec.arguments import as_array
 from jaxlowprec.arrays.quantized_array import QuantizedArray
 from jaxlowprec.checkpoints.trees.tree_paths import leaves, rebuilt
 from jaxlowprec.weight_sync.sending.source import PARTS, check_arrays
@@ -56,7 +55,7 @@ def to_tree(weights: Mapping[str, Any], like: Any) -> Any:
                 f"to_tree: {name} came as {given}, and `like` has {needed}; needs the tree that was sent: its sizes, "
                 "formats and dtypes"
             )
-        return jnp.asarray(found)
+        return as_array(found)
 
     found: dict[str, Any] = {}
     for path, leaf in leaves(like).items():

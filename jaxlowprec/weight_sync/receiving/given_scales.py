@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import dataclasses
 
-import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
+from jaxlowprec.arguments import as_array
 from jaxlowprec.arrays.formats import SYMMETRIC_ZERO
 from jaxlowprec.arrays.quantized_array import QuantizedArray
 from jaxlowprec.checkpoints.schemes.base import Scheme, Tensors
@@ -43,7 +43,7 @@ def requantized(weight: np.ndarray, beside: Tensors, codes: str, scheme: Scheme)
     dtype, shape = scheme.output_specs(weight.shape, weight.dtype.name)[codes]
     q = scheme.load({**beside, codes: np.zeros(shape, _numpy(dtype))}, weight.dtype)
     made = _int4(weight, q) if q.format.element == "int4" else _float(weight, q, scheme)
-    return scheme.store(dataclasses.replace(q, data=jnp.asarray(made)))
+    return scheme.store(dataclasses.replace(q, data=as_array(made)))
 
 
 def _numpy(name: str) -> np.dtype:
@@ -70,7 +70,7 @@ def _float(weight: np.ndarray, q: QuantizedArray, scheme: Scheme) -> np.ndarray:
     element, packed = q.format.numbers.dtype, q.format.packed
     one = np.ones(1, element).view(np.uint8)[0]
     ones = np.full(q.data.shape, one | one << 4 if packed else one, np.uint8).view(np.asarray(q.data).dtype)
-    scale = scheme.decompress(scheme.store(dataclasses.replace(q, data=jnp.asarray(ones))), "float32")
+    scale = scheme.decompress(scheme.store(dataclasses.replace(q, data=as_array(ones))), "float32")
     values = weight.astype(np.float32)
     found = np.divide(values, scale, out=np.copysign(np.float32(0), values), where=scale != 0).astype(element)
     return pack_bytes(found.view(np.uint8)) if packed else found

@@ -23,6 +23,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
+from jaxlowprec.arguments import as_array
 from jaxlowprec.arrays.formats import Float8Block, Float8Tensor, Format
 from jaxlowprec.arrays.quantized_array import QuantizedArray
 from jaxlowprec.checkpoints.schemes.base import FLOATS, Scheme, Spec, Tensors, as_dtype, on_the_cpu
@@ -179,8 +180,8 @@ class Float8Rows(_Rows):
 
     def _read(self, tensors: Tensors, shape: tuple[int, int], dtype: np.dtype) -> QuantizedArray:
         scale = np.repeat(tensors["weight_scale"].astype(np.float32), -(-shape[1] // self.held.length), axis=1)
-        data = jnp.asarray(tensors["weight"])
-        return QuantizedArray(data, jnp.asarray(scale), None, None, self.held, shape, dtype, -1, None)
+        data = as_array(tensors["weight"])
+        return QuantizedArray(data, as_array(scale), None, None, self.held, shape, dtype, -1, None)
 
     def _write(self, q: QuantizedArray) -> dict[str, np.ndarray]:
         scale = np.asarray(q.scale)

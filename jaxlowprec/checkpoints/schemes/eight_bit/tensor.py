@@ -12,9 +12,9 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
-import jax.numpy as jnp
 import numpy as np
 
+from jaxlowprec.arguments import as_array
 from jaxlowprec.arrays.formats import Float8Tensor, Format
 from jaxlowprec.arrays.quantized_array import QuantizedArray
 from jaxlowprec.checkpoints.schemes.base import Scheme, Spec, Tensors, as_dtype
@@ -107,8 +107,8 @@ class Float8PerTensor(Scheme):
         return values.astype(dtype, copy=False)
 
     def _read(self, tensors: Tensors, shape: tuple[int, int], dtype: np.dtype) -> QuantizedArray:
-        scale = jnp.asarray(tensors["weight_scale"].astype(np.float32).reshape(()))
-        return QuantizedArray(jnp.asarray(tensors["weight"]), scale, None, None, self.format, shape, dtype, -1, None)
+        scale = as_array(tensors["weight_scale"].astype(np.float32).reshape(()))
+        return QuantizedArray(as_array(tensors["weight"]), scale, None, None, self.format, shape, dtype, -1, None)
 
     def _write(self, q: QuantizedArray) -> dict[str, np.ndarray]:
         scale = np.asarray(q.scale)

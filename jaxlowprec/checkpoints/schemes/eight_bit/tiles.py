@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 import jax.numpy as jnp
 import numpy as np
 
+from jaxlowprec.arguments import as_array
 from jaxlowprec.arrays.formats import Float8Block, Format
 from jaxlowprec.arrays.quantized_array import QuantizedArray
 from jaxlowprec.checkpoints.schemes.base import Scheme, Spec, Tensors
@@ -75,8 +76,8 @@ class Float8Tiles(Scheme):
         return values.astype(dtype, copy=False)
 
     def _read(self, tensors: Tensors, shape: tuple[int, int], dtype: np.dtype) -> QuantizedArray:
-        scale = jnp.asarray(tensors[self.scales].astype(np.float32, copy=False))
-        return QuantizedArray(jnp.asarray(tensors["weight"]), scale, None, None, self.format, shape, dtype, -1, None)
+        scale = as_array(tensors[self.scales].astype(np.float32, copy=False))
+        return QuantizedArray(as_array(tensors["weight"]), scale, None, None, self.format, shape, dtype, -1, None)
 
     def _write(self, q: QuantizedArray) -> dict[str, np.ndarray]:
         scale = np.asarray(q.scale)
