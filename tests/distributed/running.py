@@ -43,10 +43,15 @@ def free(ports):
     raise AssertionError("there is no end of ports")
 
 
-PORTS = _ports(20_000, 10_000)
+_PORTS = _ports(20_000, 10_000)
 JOB_PORTS = 61_440, 4096
 """JAX makes a coordinator's port of a Slurm job's number, modulo 4096: the first one, and their number."""
 SLURM_PORTS = _ports(*JOB_PORTS)
+
+
+def free_port():
+    """A port for a server that a process of its own will start."""
+    return free(_PORTS)
 
 
 class Processes:
@@ -62,7 +67,7 @@ class Processes:
     def __init__(self, text, out, count, mesh, *more, recipe="nvfp4", wait_before=None, dying=(), heartbeat=HEARTBEAT):
         options = ["--text", text, "--out", out, "--mesh", mesh, "--size", "tiny", "--batch", 8, "--recipe", recipe]
         options += ["--steps", STEPS, "--checkpoint-every", EVERY, *more]
-        at, self.out, self.running, self.logs = f"127.0.0.1:{free(PORTS)}", out, [], []
+        at, self.out, self.running, self.logs = f"127.0.0.1:{free_port()}", out, [], []
         self.recipe = recipe
         out.mkdir(exist_ok=True)
         self._go = out / "go"
