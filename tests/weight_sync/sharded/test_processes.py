@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from jaxlowprec.weight_sync import Receiver, ShardedReceiver, SharedMemoryReceiver, TcpReceiver, pull
-from tests.distributed.running import free_port
 from tests.helpers import python_environment
+from tests.ports import free_port
 from tests.weight_sync.sharded.trainer import expected
 from tests.weight_sync.syncing import SECRET
 
