@@ -5,7 +5,6 @@ kernels of a test run in microseconds. What surrounds them in the library's ops 
 NumPy does as XLA does; a primitive that this file does not know is left to XLA.
 """
 
-import functools
 from unittest import mock
 
 import jax

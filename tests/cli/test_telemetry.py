@@ -114,7 +114,7 @@ def test_in_a_terminal_watch_follows_the_run(run):
         watch.send_signal(signal.SIGINT)
         with contextlib.suppress(OSError):  # that is the end of a terminal; who does not read it stops the process
             read_until(ours, "no such words")
-        assert watch.wait(timeout=30) == 130
+        assert watch.wait(timeout=300) == 130
     finally:
         watch.kill()
         os.close(ours)
@@ -122,7 +122,7 @@ def test_in_a_terminal_watch_follows_the_run(run):
 
 def read_until(terminal, words):
     """What a terminal shows, up to these words."""
-    text, ends = "", time.monotonic() + 120
+    text, ends = "", time.monotonic() + 600
     while words not in text:
         assert time.monotonic() < ends, text
         if select.select([terminal], [], [], 1)[0]:

@@ -1,10 +1,8 @@
 """train_lm.py in several processes of this machine, over loopback."""
 
-import itertools
 import json
 import os
 import pathlib
-import socket
 import subprocess
 import sys
 import time
@@ -12,41 +10,13 @@ import time
 import pytest
 
 from tests.helpers import FAST_COMPILATION, python_environment
+from tests.ports import free_port
 
 SCRIPT = pathlib.Path(__file__).parents[2] / "examples" / "train_lm.py"
 PROGRAM = pathlib.Path(__file__).parent / "program.py"
 XLA_FLAGS = " ".join(FAST_COMPILATION)  # most of a run's time; the same for all that are compared
 STEPS, EVERY = 12, 4
 HEARTBEAT, LONGEST = 100, 600  # seconds; a machine that is slow or busy takes a part of them
-
-
-def _ports(first, count):
-    """The ports of a range, each once and in turn; where this process begins differs from its neighbours'."""
-    at = itertools.cycle(range(count))
-    for port in itertools.islice(at, os.getpid() * 61 % count, None):
-        yield first + port
-
-
-def free(ports):
-    """The next of these ports on which nothing listens.
-
-    No system gives ports from 20000 to 30000, or above 61000, to connections that ask for any: nothing takes a port
-    between this check and its use.
-    """
-    for port in ports:
-        with socket.socket() as listener:
-            try:
-                listener.bind(("127.0.0.1", port))
-            except OSError:
-                continue
-            return port
-    raise AssertionError("there is no end of ports")
-
-
-PORTS = _ports(20_000, 10_000)
-JOB_PORTS = 61_440, 4096
-"""JAX makes a coordinator's port of a Slurm job's number, modulo 4096: the first one, and their number."""
-SLURM_PORTS = _ports(*JOB_PORTS)
 
 
 class Processes:
@@ -62,7 +32,7 @@ class Processes:
     def __init__(self, text, out, count, mesh, *more, recipe="nvfp4", wait_before=None, dying=(), heartbeat=HEARTBEAT):
         options = ["--text", text, "--out", out, "--mesh", mesh, "--size", "tiny", "--batch", 8, "--recipe", recipe]
         options += ["--steps", STEPS, "--checkpoint-every", EVERY, *more]
-        at, self.out, self.running, self.logs = f"127.0.0.1:{free(PORTS)}", out, [], []
+        at, self.out, self.running, self.logs = f"127.0.0.1:{free_port()}", out, [], []
         self.recipe = recipe
         out.mkdir(exist_ok=True)
         self._go = out / "go"

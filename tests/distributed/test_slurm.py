@@ -11,8 +11,9 @@ import time
 
 import pytest
 
-from tests.distributed.running import EVERY, JOB_PORTS, LONGEST, PROGRAM, SCRIPT, SLURM_PORTS, XLA_FLAGS, free
+from tests.distributed.running import EVERY, LONGEST, PROGRAM, SCRIPT, XLA_FLAGS
 from tests.helpers import python_environment
+from tests.ports import JOB_PORTS, free_job
 
 JOB = SCRIPT.parent / "jobs" / "slurm.sbatch"
 STEPS, MESH, LAST = 18, "data=2", 5  # the last step before SIGTERM takes effect
@@ -41,8 +42,7 @@ def submitted(text, folder, out, **more):
     for name, script in (("srun", SRUN), ("scontrol", SCONTROL)):
         (folder / name).write_text(script)
         (folder / name).chmod(0o755)
-    port = free(SLURM_PORTS)
-    job = port - JOB_PORTS[0]
+    job = free_job()
     variables = {
         "PATH": f"{folder}:{pathlib.Path(sys.executable).parent}:{os.environ['PATH']}",
         "STANDINS": folder,
@@ -50,7 +50,7 @@ def submitted(text, folder, out, **more):
         "SLURM_NTASKS": 2,
         "SLURM_STEP_NODELIST": "127.0.0.1",
         "SLURM_STEP_NUM_NODES": 1,
-        "JAX_COORDINATOR_BIND_ADDRESS": f"127.0.0.1:{port}",
+        "JAX_COORDINATOR_BIND_ADDRESS": f"127.0.0.1:{JOB_PORTS[0] + job}",
         "JAX_NUM_CPU_DEVICES": 1,
         "XLA_FLAGS": XLA_FLAGS,
         "PROGRAM": PROGRAM,

@@ -1,5 +1,8 @@
 """examples/finetune.py as a user runs it, on tiny models: what it trains, resumes, exports and refuses."""
 
+import contextlib
+import functools
+import io
 import json
 import pathlib
 import shutil
@@ -43,13 +46,18 @@ def models(tmp_path_factory):
     return folder
 
 
+def words(model, text, out, *more):
+    """The program's command line."""
+    command = ["finetune.py", "--model", model, "--text", text, "--out", out, *OPTIONS, *RATE, *more]
+    return [str(word) for word in command]
+
+
 @pytest.fixture
 def run(monkeypatch, capsys, text):
     """Runs the program; what it printed."""
 
     def run(model, out, *more):
-        command = ["finetune.py", "--model", model, "--text", text, "--out", out, *OPTIONS, *RATE, *more]
-        monkeypatch.setattr(sys, "argv", [str(part) for part in command])
+        monkeypatch.setattr(sys, "argv", words(model, text, out, *more))
         finetune.main()
         return capsys.readouterr().out
 
@@ -65,16 +73,31 @@ def same(one, other):
     return one.keys() == other.keys() and all(one[name].tobytes() == other[name].tobytes() for name in one)
 
 
+@pytest.fixture(scope="module")
+def trained(models, text, tmp_path_factory):
+    """The folder of a whole run of a family under INT4, and what it printed; each family is trained once."""
+
+    @functools.cache
+    def of(family):
+        out = tmp_path_factory.mktemp("whole") / family
+        with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as said:
+            patch.setattr(sys, "argv", words(models(family), text, out, *INT4))
+            finetune.main()
+        return out, said.getvalue()
+
+    return of
+
+
 class Killed(Exception):
     pass
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama3", "qwen3_moe"])
-def test_a_resumed_run_ends_with_the_same_bytes(family, models, run, tmp_path, monkeypatch):
-    said = run(models(family), tmp_path / "whole", *INT4)
+def test_a_resumed_run_ends_with_the_same_bytes(family, models, trained, run, tmp_path, monkeypatch):
+    whole, said = trained(family)
     assert "Int4 1x32" in said and "The " in said and "export: " in said
-    losses = json.loads((tmp_path / "whole" / "losses.json").read_text())
+    losses = json.loads((whole / "losses.json").read_text())
     assert len(losses) == 4 and losses[-1] < losses[0]
 
     save = finetuning.Checkpoints.save
@@ -91,18 +114,17 @@ def test_a_resumed_run_ends_with_the_same_bytes(family, models, run, tmp_path, m
     assert len(json.loads((tmp_path / "killed" / "losses.json").read_text())) == 2
     run(models(family), tmp_path / "killed", *INT4)
     assert json.loads((tmp_path / "killed" / "losses.json").read_text()) == losses
-    whole, resumed = (tensors(tmp_path / name / "export") for name in ("whole", "killed"))
+    whole, resumed = (tensors(folder / "export") for folder in (whole, tmp_path / "killed"))
     assert same(whole, resumed) and any(name.endswith("weight_packed") for name in whole)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama3", "qwen3_moe"])
-def test_transformers_loads_the_weights_of_the_export(family, models, run, tmp_path):
+def test_transformers_loads_the_weights_of_the_export(family, trained):
     torch = pytest.importorskip("torch", reason="torch is not installed: pip install jaxlowprec[oracles]")
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     pytest.importorskip("compressed_tensors", reason="compressed-tensors is not installed")
-    run(models(family), tmp_path / "out", *INT4)
-    folder = tmp_path / "out" / "export"
+    folder = trained(family)[0] / "export"
     assert (folder / "generation_config.json").exists()
     model = transformers.AutoModelForCausalLM.from_pretrained(
         folder, quantization_config=transformers.CompressedTensorsConfig(run_compressed=False), dtype=torch.bfloat16

@@ -22,7 +22,7 @@ from lm.model import SIZES
 from lm.preemption import Notice, Preempted
 from lm.recipes import run_named
 
-from tests.helpers import often, python_environment
+from tests.helpers import python_environment
 
 EXAMPLES = pathlib.Path(training.__file__).parents[1]
 CONFIG = dataclasses.replace(SIZES["tiny"], layers=1, high_precision_last=0)
@@ -104,6 +104,7 @@ def killed(folder, moment):
         try:
             while latest(folder) < before + 2 or (moment == "saving" and not list(folder.glob("checkpoints/*tmp*"))):
                 assert process.poll() is None, (folder / "said.txt").read_text()[-2000:]
+                time.sleep(0.002)
             time.sleep(0 if moment == "saving" else moment)
         finally:
             process.kill()
@@ -115,7 +116,9 @@ def latest(folder):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("moment", often(["saving", 0.05], ["saving", *(0.01 * i for i in range(1, 12))]))
+@pytest.mark.parametrize(
+    "moment", ["saving", 0.05, *(pytest.param(0.01 * i, marks=pytest.mark.every_case) for i in range(1, 12) if i != 5)]
+)
 def test_a_kill_at_any_time_leaves_a_whole_checkpoint(moment, tmp_path):
     for _ in range(2):  # the second begins with what the first has left
         killed(tmp_path, moment)

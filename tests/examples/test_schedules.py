@@ -9,7 +9,6 @@ from lm.recipes import RECIPES, TAIL, run_named
 
 import jaxlowprec as jlp
 from tests.examples.test_mesh import TEXT, Interrupted, UntilStep
-from tests.helpers import often
 
 STEPS, CHANGED = 10, "nvfp4:4:nvfp4-bf16-forward"
 
@@ -47,8 +46,9 @@ def whole(tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stopped", often([4], [2, 4, 7]))
+@pytest.mark.parametrize("stopped", [4, *(pytest.param(step, marks=pytest.mark.every_case) for step in (2, 7))])
 def test_a_run_goes_on_in_the_phase_of_its_step(whole, tmp_path, stopped):
+    """Stopped where the phase changes. Before and after that: tests/distributed/test_preemption.py."""
     with pytest.raises(Interrupted):
         trained(CHANGED, tmp_path, last=stopped)
     while [saved.name for saved in (tmp_path / "checkpoints").iterdir()] != [str(stopped)]:

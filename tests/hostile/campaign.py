@@ -26,18 +26,21 @@ def attack(target, seed, cases=None, until=None):
     Returns:
         how many were accepted, refused and broke it; and of those that broke it the bytes by their outcome's detail.
     """
+    with Isolated(target) as worker:
+        return attack_through(worker, target, seed, cases, until)
+
+
+def attack_through(worker, target, seed, cases=None, until=None):
+    """`attack` in the target's process that is there."""
     mutator = Mutator(f"{target} {seed}", TARGETS[target].seeds())
     counts, failures = collections.Counter(), {}
-    with Isolated(target) as worker:
-        while len(failures) < MOST_FAILURES and (
-            counts.total() < cases if cases is not None else time.monotonic() < until
-        ):
-            data = mutator.case(TARGETS[target].changed)
-            outcome = worker.run(data)
-            counts[outcome.kind] += 1
-            if outcome.kind == "broke":
-                failures.setdefault(outcome.detail, data)
-                failures[outcome.detail] = min(data, failures[outcome.detail], key=len)
+    while len(failures) < MOST_FAILURES and (counts.total() < cases if cases is not None else time.monotonic() < until):
+        data = mutator.case(TARGETS[target].changed)
+        outcome = worker.run(data)
+        counts[outcome.kind] += 1
+        if outcome.kind == "broke":
+            failures.setdefault(outcome.detail, data)
+            failures[outcome.detail] = min(data, failures[outcome.detail], key=len)
     return counts, failures
 
 

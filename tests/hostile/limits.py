@@ -108,7 +108,7 @@ class Isolated:
         """Ends the worker, and says how it was found."""
         process, self._process = self._process, None
         try:
-            code = process.wait(0.2)
+            code = process.wait(5)  # if it has ended, the system may still be at work on that
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.hostile.campaign import attack, kept
+from tests.hostile.campaign import attack_through, kept
 from tests.hostile.limits import Isolated
 from tests.hostile.mutation import Mutator
 from tests.hostile.targets import TARGETS
@@ -40,16 +40,13 @@ def test_the_same_seed_gives_the_same_cases():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("target", TARGETS)
-def test_what_once_broke_is_refused_or_read(target):
+def test_what_once_broke_and_new_cases_break_nothing(target):
+    """In one process, whose start takes as long as hundreds of cases."""
+    count = CASES.get(target, MOST_CASES)
     with Isolated(target) as worker:
         for path, data in kept(target):
             outcome = worker.run(data)
             assert outcome.kind != "broke", f"{path.name}: {outcome.detail}"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("target", TARGETS)
-def test_new_cases_break_nothing(target):
-    counts, failures = attack(target, "continuous integration", CASES.get(target, MOST_CASES))
+        counts, failures = attack_through(worker, target, "continuous integration", count)
     assert not failures, f"{counts}; python -m tests.hostile --seed 'continuous integration' --target {target}"
-    assert counts["accepted"] and counts.total() == CASES.get(target, MOST_CASES)
+    assert counts["accepted"] and counts.total() == count

@@ -1,7 +1,6 @@
 """Small models, whose numbers say which version they are of, and syncs of them."""
 
 import contextlib
-import socket
 import threading
 
 import numpy as np
@@ -53,12 +52,6 @@ def sync(transport, version, arrays=None, timeout=60.0, buckets=3):
         raise
     finally:
         transport.resume(timeout)
-
-
-def free_port():
-    """A port at which nobody listens."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
 
 
 class Engine:

@@ -36,7 +36,7 @@ def names(count):
     return [f"t{i}" for i in range(count)]
 
 
-def refused_quickly(call, *arguments, match, seconds=3.0):
+def refused_quickly(call, *arguments, match, seconds=20.0):
     """Raises a ValueError or Refused of few words. Before, each took time that grew with the square of the input."""
     started = time.process_time()
     with pytest.raises((ValueError, Refused), match=match) as raised:
@@ -69,7 +69,7 @@ def test_many_buckets_are_committed_in_linear_time():
     staging.buckets = [{} for _ in range(200_000)]
     started = time.process_time()
     Receiver()._finished(staging)
-    assert time.process_time() - started < 3.0
+    assert time.process_time() - started < 20.0
 
 
 def test_so_many_tensors_are_refused_before_any_is_made(monkeypatch):

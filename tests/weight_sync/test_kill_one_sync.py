@@ -7,9 +7,9 @@ import json
 
 import pytest
 
-from tests.helpers import often, run_python
+from tests.helpers import run_python
 
-FEW, MANY = 12, 100
+KILLS = [12, pytest.param(100, marks=pytest.mark.every_case)]
 
 
 def outcomes(case, kills):
@@ -19,7 +19,7 @@ def outcomes(case, kills):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kills", often([FEW], [FEW, MANY]))
+@pytest.mark.parametrize("kills", KILLS)
 @pytest.mark.parametrize("case", ["directory_trainer", "delta_trainer"])
 def test_a_killed_trainer_leaves_a_whole_version(case, kills):
     found = outcomes(case, kills)
@@ -28,7 +28,7 @@ def test_a_killed_trainer_leaves_a_whole_version(case, kills):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kills", often([FEW], [FEW, MANY]))
+@pytest.mark.parametrize("kills", KILLS)
 def test_a_killed_receiver_is_an_error_and_a_new_one_is_served(kills):
     found = outcomes("tcp_receiver", kills)
     assert found["in time"] == kills
@@ -36,6 +36,6 @@ def test_a_killed_receiver_is_an_error_and_a_new_one_is_served(kills):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kills", often([FEW], [FEW, MANY]))
+@pytest.mark.parametrize("kills", KILLS)
 def test_a_receiver_killed_while_it_pulls_can_be_started_again(kills):
     assert outcomes("disk_receiver", kills)["unfinished"] >= kills // 4

@@ -5,14 +5,14 @@ import os
 
 import pytest
 
-from tests.helpers import often, run_python
+from tests.helpers import run_python
 from tests.weight_sync.killing_receivers import TIMEOUT
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="forks, and reads /proc")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rounds", often([1], [1, 10]))
+@pytest.mark.parametrize("rounds", [1, pytest.param(10, marks=pytest.mark.every_case)])
 @pytest.mark.parametrize("kind", ["tcp", "shared"])
 def test_dead_and_stopped_receivers_hold_no_other_back(kind, rounds, tmp_path):
     ran = run_python("-m", "tests.weight_sync.killing_receivers", kind, str(rounds), str(tmp_path))

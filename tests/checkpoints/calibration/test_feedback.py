@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import jaxlowprec as jlp
 from jaxlowprec.checkpoints.calibration.feedback import Method, factor_of, output_error, quantized
 from jaxlowprec.checkpoints.calibration.grids import grid_of
+from tests.eager import jlp
 from tests.helpers import as_bytes
 
 FORMATS = {

@@ -7,7 +7,6 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-import jaxlowprec as jlp
 from jaxlowprec.checkpoints import TreeMapping, load, save, schemes
 from jaxlowprec.checkpoints.conversion.convert import Run, convert, dequantize
 from jaxlowprec.checkpoints.conversion.inspect import inspect
@@ -16,6 +15,7 @@ from jaxlowprec.checkpoints.schemes.mixed import ConfigGroup, Mixed
 from jaxlowprec.checkpoints.trees.mapping import Rule
 from jaxlowprec.cli.main import main
 from tests.checkpoints.small_models import CONFIG, llama, read_config, read_tensors, same, write_checkpoint
+from tests.eager import jlp
 
 NVFP4, CHANNEL = schemes.by_name("nvfp4"), schemes.by_name("fp8_channel")
 ATTENTION = "re:.*self_attn"

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -101,7 +102,7 @@ def test_killed_by_somebody_else(source, uninterrupted, tmp_path):
         [sys.executable, "-c", KILLED, str(source), str(destination), "never", "0"], stdout=subprocess.PIPE
     )
     while process.poll() is None and not any(TEMPORARY_PREFIX + "model" in name for name in contents_now(destination)):
-        pass
+        time.sleep(0.001)
     process.kill()
     process.communicate()
     if (destination / MANIFEST).exists():  # it may have ended before the signal came

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 from flax import nnx
 
-import jaxlowprec as jlp
 from jaxlowprec.checkpoints import CheckpointError, load, mapping_for, save, schemes
 from jaxlowprec.checkpoints.families.known import FAMILIES
 from jaxlowprec.checkpoints.trees.tree_paths import leaves
 from jaxlowprec.nnx.moe import SelectionBias
 from tests.checkpoints.families.trees import fused, leaves_of, nested, stacked, with_heads
 from tests.checkpoints.small_models import read_config, read_tensors
+from tests.eager import jlp
 from tests.helpers import assert_same_bytes
 
 BASE = {

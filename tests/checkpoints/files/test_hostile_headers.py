@@ -17,6 +17,9 @@ from jaxlowprec.cli.inspect import render
 MXFP4 = schemes.by_name("mxfp4")
 
 
+ENDLESS = 10  # seconds of a processor: twenty times what it takes, and less than what grew with the square took
+
+
 def seconds(work):
     """What an action takes of the processor."""
     begin = time.process_time()
@@ -54,7 +57,7 @@ def test_a_name_that_comes_again_is_found_at_once():
         with pytest.raises(CheckpointError, match="'059999' is given twice"):
             load_json("x", text.encode())
 
-    assert seconds(load) < 2
+    assert seconds(load) < ENDLESS
 
 
 @pytest.mark.parametrize(
@@ -74,7 +77,7 @@ def test_planning_takes_time_in_proportion_to_the_tensors(tmp_path, name):
     names = [name.format(i) for i in range(count)] + ["z.weight"]
     source = checkpoint(tmp_path / "x", names, [shape] * count + [(1, 32)])
     plan = lambda: convert(source, tmp_path / "y", MXFP4, run=Run(dry_run=True))  # noqa: E731
-    assert seconds(plan) < 3
+    assert seconds(plan) < ENDLESS
 
 
 def test_experts_that_lie_in_experts_are_ignored_once(tmp_path):
@@ -139,7 +142,7 @@ def test_a_shape_is_measured_before_it_is_multiplied(shape, message):
             parsed({"a": entry(shape=shape, end=0 if 0 in shape else 1)}, size=0)
         assert len(str(caught.value)) < 400
 
-    assert seconds(parse) < 1
+    assert seconds(parse) < ENDLESS
 
 
 def test_the_largest_rank_is_read(tmp_path):

@@ -8,11 +8,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-import jaxlowprec as jlp
 from jaxlowprec.checkpoints import CheckpointError, schemes
 from jaxlowprec.checkpoints.gguf import TYPES, array_of_blocks, blocks_of_array
 from jaxlowprec.checkpoints.gguf.exact import blocks_of_tensors, scheme_of_type, tensors_of_blocks
 from tests.checkpoints.weights import assert_same_tensors, weight
+from tests.eager import jlp
 from tests.helpers import assert_same_bytes
 
 Q4_0, MXFP4 = TYPES["Q4_0"], TYPES["MXFP4"]

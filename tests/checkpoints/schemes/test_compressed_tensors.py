@@ -6,10 +6,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-import jaxlowprec as jlp
 from jaxlowprec.checkpoints import schemes
 from jaxlowprec.checkpoints.schemes import mixed
 from tests.checkpoints.weights import assert_same_tensors, weight
+from tests.eager import jlp
 from tests.helpers import as_bytes
 
 torch = pytest.importorskip("torch", reason="torch is not installed: pip install jaxlowprec[oracles]")

@@ -6,7 +6,6 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-import jaxlowprec as jlp
 from jaxlowprec.checkpoints import schemes
 from jaxlowprec.checkpoints.conversion.choice import Choice
 from jaxlowprec.checkpoints.conversion.convert import Run, convert, dequantize
@@ -19,6 +18,7 @@ from jaxlowprec.checkpoints.errors import CheckpointError
 from jaxlowprec.checkpoints.files.folder import CheckpointFolder
 from tests.checkpoints.small_models import llama, read_config, read_tensors, same, write_checkpoint
 from tests.checkpoints.weights import FLOATS, assert_same_tensors
+from tests.eager import jlp
 from tests.helpers import as_bytes
 
 SCHEME = schemes.by_name("gpt_oss_mxfp4")

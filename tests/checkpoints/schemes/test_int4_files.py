@@ -8,9 +8,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-import jaxlowprec as jlp
 from jaxlowprec.checkpoints import schemes
 from tests.checkpoints.weights import assert_same_tensors, weight
+from tests.eager import jlp
 from tests.helpers import as_bytes
 
 AWQ_NIBBLES = (0, 4, 1, 5, 2, 6, 3, 7)

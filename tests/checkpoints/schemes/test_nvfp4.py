@@ -4,10 +4,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-import jaxlowprec as jlp
 from jaxlowprec.checkpoints import schemes
 from jaxlowprec.checkpoints.schemes.nvfp4 import amax_of, decode_scale, encode_scale
 from tests.checkpoints.weights import assert_same_tensors, weight
+from tests.eager import jlp
 from tests.helpers import as_bytes
 
 KINDS = {  # scheme, tensor, scale of an amax, a first guess at the amax of a scale

@@ -8,10 +8,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-import jaxlowprec as jlp
 from jaxlowprec.checkpoints import schemes
 from jaxlowprec.checkpoints.schemes.mixed import ConfigGroup, Mixed
 from tests.checkpoints.weights import FLOATS, assert_same_tensors, weight
+from tests.eager import jlp
 from tests.helpers import as_bytes
 
 FLOAT8, INT8 = schemes.by_name("fp8_channel"), schemes.by_name("int8_channel")

@@ -8,9 +8,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-import jaxlowprec as jlp
 from jaxlowprec.checkpoints import schemes
 from tests.checkpoints.weights import FLOATS, ROW_GROUPS, ROW_SCALES, SCHEMES, assert_same_tensors, weight
+from tests.eager import jlp
 from tests.helpers import as_bytes, assert_same_bytes
 
 LOADABLE = SCHEMES | {f"{name} of rows": scheme for name, scheme in ROW_GROUPS.items()}

@@ -7,13 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import jaxlowprec as jlp
 from jaxlowprec.checkpoints import schemes
 from jaxlowprec.checkpoints.files.dtypes import file_dtype
 from jaxlowprec.checkpoints.files.safetensors_file import SafetensorsWriter
 from jaxlowprec.checkpoints.files.safetensors_header import TensorSpec
 from jaxlowprec.checkpoints.schemes.mixed import ConfigGroup, Mixed
 from tests.checkpoints.weights import weight
+from tests.eager import jlp
 from tests.helpers import as_bytes
 
 torch = pytest.importorskip("torch", reason="torch is not installed: pip install jaxlowprec[oracles]")

@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import jaxlowprec as jlp
 from jaxlowprec.checkpoints import DEFAULTS, Rule, Rules, TreeMapping, schemes
 from jaxlowprec.checkpoints.trees.layout import parsed
 from jaxlowprec.weight_sync import WeightSource
 from tests.checkpoints.families.trees import nested
 from tests.checkpoints.weights import assert_same_tensors
+from tests.eager import jlp
 from tests.helpers import assert_same_bytes
 
 D, H, G, W, L, E, F, V = 32, 4, 2, 8, 3, 2, 48, 11

@@ -12,13 +12,13 @@ from flax import linen, nnx
 from lm.model import Config, LanguageModel
 from lm.names import DEMO
 
-import jaxlowprec as jlp
 from jaxlowprec.checkpoints import LLAMA, QWEN3_MOE, schemes
 from jaxlowprec.checkpoints.errors import CheckpointError
 from jaxlowprec.checkpoints.trees import trees
 from jaxlowprec.checkpoints.trees.leaf_tensors import contiguous
 from jaxlowprec.checkpoints.trees.mapping import Rule, TreeMapping
 from tests.checkpoints.weights import SCHEMES
+from tests.eager import jlp
 from tests.helpers import as_bytes, assert_same_bytes
 from tests.package.test_readme import programs
 

@@ -27,7 +27,7 @@ def planted(wrong):
 @pytest.mark.parametrize("wrong", [1.0, 2.9999998, np.nan])
 def test_a_planted_difference_is_found_with_its_command(monkeypatch, wrong):
     monkeypatch.setattr(arrays, "variant", lambda seed, number: planted(wrong))
-    reached, variants, found = arrays.run(3, 10_000, 1.0, first=5)
+    reached, variants, found = arrays.run(3, 10_000, float("inf"), first=5)
     x = planted(wrong).operands(np.random.default_rng([3, 5, found.batch]), arrays.ARRAYS)[0]
     first = np.argwhere(x[found.array] > 2.8)[0]
     assert (found.seed, found.variant, variants) == (
@@ -42,7 +42,7 @@ def test_a_planted_difference_is_found_with_its_command(monkeypatch, wrong):
 def test_a_nan_may_be_another_only_where_said(monkeypatch):
     one = dataclasses.replace(planted(np.nan), any_nan=True)
     monkeypatch.setattr(arrays, "variant", lambda seed, number: one)
-    assert arrays.run(3, 10_000, 1.0)[2] is not None
+    assert arrays.run(3, 10_000, float("inf"))[2] is not None
     nans = np.array([0x7FC00000, 0x7FC00001], np.uint32).view(np.float32)
     ours, theirs = jax.device_put(nans[:1, None]), jax.device_put(nans[1:, None])
     assert arrays.same(ours, theirs, any_nan=True).all() and not arrays.same(ours, theirs, any_nan=False).any()
@@ -58,6 +58,7 @@ def test_a_seed_and_a_number_are_a_case():
 
 @pytest.mark.slow
 def test_native_bytes_are_the_references(isa):
-    reached, _, difference = arrays.run(20, 10**6, 0.2, report=lambda line: None)
-    assert difference is None and reached >= arrays.ARRAYS
+    cases = 12 * 8 * arrays.ARRAYS
+    reached, variants, difference = arrays.run(20, cases, float("inf"), batches=8, report=lambda line: None)
+    assert difference is None and (reached, variants) == (cases, 12)
     assert jax.default_backend() == "cpu"

@@ -12,9 +12,9 @@ import pytest
 
 import jaxlowprec
 import jaxlowprec_command
+from tests.ports import free_port
 from tests.weight_sync.engines import live_server, models
 from tests.weight_sync.engines.live_server import LiveServer
-from tests.weight_sync.syncing import free_port
 
 VARIABLE = "JAXLOWPREC_VLLM_PYTHON"
 ROOT = pathlib.Path(__file__).parents[3]

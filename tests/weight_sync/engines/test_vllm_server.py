@@ -14,8 +14,8 @@ from jaxlowprec.checkpoints.conversion.presets import DEFAULTS
 from jaxlowprec.checkpoints.conversion.rules import Rules
 from jaxlowprec.checkpoints.decoders.folders import mapping_of
 from jaxlowprec.weight_sync import VLLM, Refused, VLLMTransfer, WeightSource, push
+from tests.ports import free_port
 from tests.weight_sync.engines import live_vllm, models
-from tests.weight_sync.syncing import free_port
 
 pytestmark = pytest.mark.slow
 

@@ -9,8 +9,9 @@ from jaxlowprec.weight_sync.engines.vllm_worker import Inbox, Listen, Load, to_t
 from jaxlowprec.weight_sync.errors import PeerLost, Refused
 from jaxlowprec.weight_sync.transports.transport import Transport
 from tests.helpers import run_python
+from tests.ports import free_port
 from tests.weight_sync.engines.engine_stubs import VLLMStub, serving
-from tests.weight_sync.syncing import free_port, is_whole, require_refused_shape, sync
+from tests.weight_sync.syncing import is_whole, require_refused_shape, sync
 
 UPDATE = [
     "/pause",
@@ -187,7 +188,8 @@ def test_a_worker_starts_no_backend_of_jax():
     """JAX would otherwise take the accelerator's memory, which is vLLM's."""
     code = """
 import pathlib, sys, tempfile
-from tests.weight_sync.syncing import SECRET, free_port, is_whole, sync
+from tests.ports import free_port
+from tests.weight_sync.syncing import SECRET, is_whole, sync
 from jaxlowprec.weight_sync.engines.vllm_worker import Inbox, Listen
 from jaxlowprec.weight_sync.transports.tcp import TcpTransport
 inbox, port = Inbox(), free_port()

@@ -134,7 +134,7 @@ def test_a_second_trainer_is_refused_and_then_gets_its_turn(tmp_path):
 def test_what_a_killed_trainer_left_is_removed_by_the_next(tmp_path):
     begin = "from tests.weight_sync.folders.test_directory import begun; begun(sys.argv[1], 1)"
     code = f"import os, sys; {begin}; os.kill(os.getpid(), 9)"
-    done = subprocess.run([sys.executable, "-c", code, tmp_path], env=python_environment(), timeout=60, check=False)
+    done = subprocess.run([sys.executable, "-c", code, tmp_path], env=python_environment(), timeout=600, check=False)
     assert done.returncode == -9
     assert names(tmp_path) == [TEMPORARY_PREFIX + "v000001"]
     sync(DirectoryTransport(tmp_path), 1)

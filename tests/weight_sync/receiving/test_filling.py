@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-import jaxlowprec as jlp
 from jaxlowprec.weight_sync import InProcess, Receiver, WeightSource, push, to_tree
+from tests.eager import jlp
 from tests.helpers import assert_same_bytes, random_array
 
 FORMATS = {

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from flax import nnx
 
-import jaxlowprec as jlp
 from jaxlowprec.checkpoints import QWEN3_MOE, convert, schemes
 from jaxlowprec.checkpoints.conversion.presets import DEFAULTS
 from jaxlowprec.checkpoints.conversion.rules import Rules
@@ -18,6 +17,7 @@ from jaxlowprec.checkpoints.trees import trees
 from jaxlowprec.weight_sync import DirectoryTransport, InProcess, Manifest, Receiver, Refused, WeightSource, push
 from jaxlowprec.weight_sync.described import described, scheme_of
 from tests.checkpoints.small_models import read_config, read_tensors
+from tests.eager import jlp
 from tests.helpers import assert_same_bytes
 from tests.models.decoder import tiny
 

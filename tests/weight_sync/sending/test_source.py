@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-import jaxlowprec as jlp
 from jaxlowprec.checkpoints import QWEN3_MOE
 from jaxlowprec.checkpoints.conversion.convert import convert
 from jaxlowprec.checkpoints.conversion.presets import DEFAULTS
@@ -21,6 +20,7 @@ from jaxlowprec.weight_sync import WeightSource
 from jaxlowprec.weight_sync.bucket import entry_of
 from jaxlowprec.weight_sync.described import described
 from tests.checkpoints.weights import SCHEMES
+from tests.eager import jlp
 from tests.helpers import run_python
 from tests.sharding.meshes import mesh_of
 from tests.weight_sync.trees import MAPPING, llama

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 
 from jaxlowprec.weight_sync import Receiver, ShardedReceiver, SharedMemoryReceiver, TcpReceiver, pull
-from tests.distributed.running import free_port
 from tests.helpers import python_environment
+from tests.ports import free_port
 from tests.weight_sync.sharded.trainer import expected
 from tests.weight_sync.syncing import SECRET
 
-LONGEST, KILLS = 120, 2
+LONGEST = 600  # seconds; a machine that is slow or busy takes a part of them
 
 pytestmark = pytest.mark.slow
 
@@ -79,7 +79,8 @@ def assert_whole(weights):
 
 
 @pytest.mark.parametrize(
-    ("processes", "kind"), [(2, "tcp"), (4, "tcp"), (2, "shared"), (4, "shared"), (2, "directory")]
+    ("processes", "kind"),
+    [(2, "tcp"), (4, "tcp"), (2, "shared"), (2, "directory"), pytest.param(4, "shared", marks=pytest.mark.every_case)],
 )
 def test_versions_of_several_processes_are_those_of_one(processes, kind, tmp_path):
     with listening(kind, tmp_path, processes) as (joined, addresses):
@@ -93,11 +94,11 @@ def test_versions_of_several_processes_are_those_of_one(processes, kind, tmp_pat
         assert_whole(joined.receiver.weights)
 
 
-@pytest.mark.parametrize("kind", ["tcp", "shared"])
-def test_a_killed_process_leaves_the_last_whole_version(kind, tmp_path):
+@pytest.mark.parametrize(("kind", "kills"), [("tcp", 2), ("shared", 1)])
+def test_a_killed_process_leaves_the_last_whole_version(kind, kills, tmp_path):
     chosen = random.Random(25)
     with listening(kind, tmp_path, 2) as (joined, addresses):
-        for _ in range(KILLS):
+        for _ in range(kills):
             before = joined.receiver.version
             trainer = Trainer(tmp_path, kind, addresses, first=1 + max(part.version for part in joined.parts))
             try:

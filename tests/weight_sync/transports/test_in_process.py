@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-import jaxlowprec as jlp
 from jaxlowprec.weight_sync import InProcess, Receiver, Refused, WeightSource, differences, push
+from tests.eager import jlp
 from tests.sharding.meshes import mesh_of
 from tests.weight_sync.trees import synced
 

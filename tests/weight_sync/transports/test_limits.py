@@ -1,18 +1,18 @@
-"""Memory and descriptors: bounded in a sync, and the same after a thousand."""
+"""Memory and descriptors: bounded in a sync, and the same after hundreds."""
 
 import json
 import pathlib
 
 import pytest
 
-from tests.helpers import often, run_python
+from tests.helpers import run_python
 
 pytestmark = pytest.mark.skipif(not pathlib.Path("/proc/self/clear_refs").exists(), reason="measures with /proc")
 
 MIB = 1 << 20
 SLACK = 32 * MIB  # interpreter, threads, the allocator's own
 
-THOUSAND = """
+HUNDREDS = """
 import contextlib, gc, os, pathlib, sys, tempfile
 import numpy as np
 from jaxlowprec.weight_sync import InProcess, Receiver, WeightSource, push
@@ -43,27 +43,27 @@ with contextlib.ExitStack() as stack:
         transport = SharedMemoryTransport(f"{folder}/socket", SECRET)
     elif kind == "bytes":
         transport.takes_arrays = False
-    for version in range(1, 1001):
+    for version in range(1, 301):
         tree = {f"m{i}": numbers(version) for i in range(4)}
         push(WeightSource(tree), transport, version, max_bytes=400_000, timeout=20)
-        if version == 200:
+        if version == 60:
             first = used()
-    assert receiver.version == 1000 and all((np.asarray(a) == 1000).all() for a in receiver.weights.values())
+    assert receiver.version == 300 and all((np.asarray(a) == 300).all() for a in receiver.weights.values())
     last = used()
     print(*(b - a for a, b in zip(first, last)))
 """
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", often(["tcp"], ["numpy", "jax", "bytes", "shared", "tcp"]))
-def test_a_thousand_versions_leak_neither_memory_nor_descriptors(kind):
-    grown, descriptors = map(int, run_python("-c", THOUSAND, kind).stdout.split())
-    assert grown < 8 * MIB  # ten versions; eight hundred were sent since
+@pytest.mark.parametrize("kind", ["numpy", "jax", "bytes", "shared", "tcp"])
+def test_hundreds_of_versions_leak_neither_memory_nor_descriptors(kind):
+    grown, descriptors = map(int, run_python("-c", HUNDREDS, kind).stdout.split())
+    assert grown < 8 * MIB  # ten versions; 240 were sent since
     assert descriptors <= 2  # a connection that is being closed
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("mebibytes", "bucket"), often([(256, 32)], [(256, 32), (2048, 128)], 2))
+@pytest.mark.parametrize(("mebibytes", "bucket"), [(256, 32), pytest.param(2048, 128, marks=pytest.mark.every_case)])
 @pytest.mark.parametrize("kind", ["shared", "tcp"])
 def test_a_model_syncs_in_two_buckets_of_extra_memory(kind, mebibytes, bucket, tmp_path):
     ran = run_python("-m", "tests.weight_sync.memory_use", kind, str(mebibytes), str(bucket), str(tmp_path))

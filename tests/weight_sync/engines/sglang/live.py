@@ -8,8 +8,8 @@ import subprocess
 import numpy as np
 import pytest
 
+from tests.ports import free_port
 from tests.weight_sync.engines import live_server
-from tests.weight_sync.syncing import free_port
 
 VARIABLE = "JAXLOWPREC_SGLANG_PYTHON"
 HERE = pathlib.Path(__file__).parent
