@@ -70,6 +70,10 @@ gpu:
 gpu-check:
 	env -u JAX_PLATFORMS scripts/gpu_check.sh runs/gpu_check
 
+# Bytecode is made of what is imported, when it is: of all that is installed, twice for what the build needs as well, it takes a
+# third of pip's time.
+.venv/installed .venv/linters .venv/docs: export PIP_COMPILE ?= 0
+
 .venv/installed: $(NATIVE)
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	@echo "installing JAX and compiling the kernels: about 90 seconds on two cores"

@@ -130,7 +130,7 @@ void check_bytes(const Case& c) {
 
 TEST(weight_only_bytes_are_the_rules) {
   std::mt19937 random(1);
-  std::vector<Shape> shapes = {{1, 1, 37, 520}, {2, 5, 19, 77}};
+  std::vector<Shape> shapes = {{1, 1, 37, 520}, {2, 5, 19, 77}, {1, 4, 1, 96}, {1, 1, 5, 96}};  // and few columns
   const Shape largest = kSanitized ? Shape{1, 70, 37, 520} : Shape{1, 70, 100, 1100};
   const Shape widest = {1, 6, 2500, 40},
               deepest = {1, 6, 13, 4096 + 2048 + 100};  // more than a chunk's columns and a span of K

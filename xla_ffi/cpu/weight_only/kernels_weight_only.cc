@@ -1,4 +1,5 @@
-// GEMMs of activations in high precision with a quantised weight.
+// GEMMs of activations in high precision with a quantised weight; for AVX512_BF16 those that it has of its own
+// (bf16_kernels.cc).
 #include "../entry.h"
 #include "matmul_weight_only.h"
 
@@ -8,7 +9,7 @@ namespace {
 
 template <class Visit>
 auto resolve(const WeightOnlyProblem& p, Visit visit) {
-  return with_weight_rows(p, [&](auto kind) { return visit(WeightOnly<typename decltype(kind)::type>{}); });
+  return with_weight_rows(p.weight.format, [&](auto kind) { return visit(WeightOnly<typename decltype(kind)::type>{}); });
 }
 
 }  // namespace

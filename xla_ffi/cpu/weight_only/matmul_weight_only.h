@@ -224,11 +224,17 @@ struct WeightOnly : WeightOnlyTiles<typename Row::Operands> {
     arrange_rows(p, batch, 0, p.rows, 0, depth, kSums, [&](int64_t r) { return x + r * row; });
     Tiles::template with_rows<kFewRows>(p.rows, [&](auto rows) {
       constexpr int kMost = Row::kByLines && rows > 1 ? 4 : Row::kMostTogether;
-      constexpr int kTogether = std::clamp(chains(rows) / (rows * kParts), 1, kMost);  // columns
+      constexpr int kWide = std::clamp(chains(rows) / (rows * kParts), 1, kMost);  // columns together
+      const auto multiply = [&](int64_t c) {
+        multiply_columns<rows, kWide>(p, batch, range.first_column + c, x, depth, totals, c);
+      };
       int64_t c = 0;
-      for (; c + kTogether <= range.columns; c += kTogether)
-        multiply_columns<rows, kTogether>(p, batch, range.first_column + c, x, depth, totals, c);
-      for (; c < range.columns; ++c) multiply_columns<rows, 1>(p, batch, range.first_column + c, x, depth, totals, c);
+      for (; c + kWide <= range.columns; c += kWide) multiply(c);
+      if (c == range.columns) return;
+      if (range.columns >= kWide) return multiply(range.columns - kWide);  // some of them once more
+      for (int64_t r = 0; r < rows; ++r)
+        for (c = 0; c < range.columns; ++c)
+          multiply_columns<1, 1>(p, batch, range.first_column + c, x + r * row, depth, {totals.y + r * stride, stride}, c);
     });
     totals.finish(p, batch, range);
   }
@@ -310,6 +316,8 @@ struct WeightOnly : WeightOnlyTiles<typename Row::Operands> {
 
   // --- many rows
 
+  static constexpr int kTogether = Row::kInRegisters ? kColumns : 1;  // columns that are unpacked for a tile
+
   static void multiply_steps(const WeightOnlyProblem& p, int64_t batch, const MatmulRange& range) {
     const int64_t depth = padded_depth(p);
     const Part part(range, depth);
@@ -328,8 +336,10 @@ struct WeightOnly : WeightOnlyTiles<typename Row::Operands> {
   static void multiply_step(const WeightOnlyProblem& p, int64_t batch, const MatmulRange& range, const Part& part,
                             int64_t column, int64_t k, int64_t step, int64_t end) {
     const int64_t columns = std::min<int64_t>(kColumns, range.columns - column), step_end = std::min(step + kStep, end);
-    Tiles::template with_rows<kColumns>(
-        columns, [&](auto count) { unpack_columns<count>(p, batch, range.first_column + column, step, step_end, part.w); });
+    const bool whole = kTogether > 1 && columns == kColumns;
+    const auto unpack = whole ? unpack_columns<kTogether> : unpack_columns<1>;
+    for (int64_t c = 0; c < columns; c += whole ? kTogether : 1)  // a last tile is seldom worth code of its own
+      unpack(p, batch, range.first_column + column + c, step, step_end, part.w + c * kSums);
     const NextColumns next =
         step_end < end ? columns_at(p, batch, range, column, step_end) : columns_at(p, batch, range, column + kColumns, k);
     Tiles::multiply_columns_of_step(range, part, column, columns,
@@ -356,7 +366,7 @@ struct WeightOnly : WeightOnlyTiles<typename Row::Operands> {
             divide_up(range.rows, kRows)};
   }
 
-  /// Columns from `column` on, of K [k, end), all together: their chains of instructions overlap.
+  /// kCount columns from `column` on, of K [k, end), all together: their chains of instructions overlap.
   template <int kCount>
   __attribute__((noinline)) static void unpack_columns(const WeightOnlyProblem& p, int64_t batch, int64_t column, int64_t k,
                                                        int64_t end, Unit* out) {

@@ -307,15 +307,10 @@ struct Kind {
   using type = Row;
 };
 
-#if defined(JLP_ISA_AVX512_BF16)
-/// Whether all numbers of a weight are bfloat16.
-inline bool is_bf16(const Format& format) {
-  return format.code == CodeType::kInt4 ? format.scale_type == ElementType::kBF16 : format.scaling != Scaling::kFloat32;
-}
-
-/// Calls visit with the kind of such a weight's rows as pairs.
+/// Calls visit with the kind of a weight's rows.
 template <class Visit>
-auto with_weight_pairs(const Format& format, Visit visit) {
+auto with_weight_rows(const Format& format, Visit visit) {
+#if defined(JLP_ISA_AVX512_BF16)  // as pairs
   switch (format.code) {
     case CodeType::kInt4:
       return format.block % kUnpacked == 0 ? visit(Kind<Int4PairRow>{}) : visit(Kind<PairsOf<Int4AnyGroupRow<BF16>>>{});
@@ -324,12 +319,7 @@ auto with_weight_pairs(const Format& format, Visit visit) {
                                                   : visit(Kind<E2M1Row<32, E2M1PairTables>>{});
     default: return with_float8(format.code, [&](auto element) { return visit(Kind<Float8PairRow<decltype(element)>>{}); });
   }
-}
-#endif
-
-/// Calls visit with the kind of a weight's rows as float32.
-template <class Visit>
-auto with_weight_numbers(const Format& format, Visit visit) {
+#else  // as float32
   const auto int4 = [&](auto element) {
     using E = decltype(element);
     return format.block % kUnpacked == 0 ? visit(Kind<Int4Row<E>>{}) : visit(Kind<Int4AnyGroupRow<E>>{});
@@ -340,15 +330,7 @@ auto with_weight_numbers(const Format& format, Visit visit) {
       return format.scaling == Scaling::kTwoLevel ? visit(Kind<E2M1Row<16>>{}) : visit(Kind<E2M1Row<32>>{});
     default: return with_float8(format.code, [&](auto element) { return visit(Kind<Float8Row<decltype(element)>>{}); });
   }
-}
-
-/// Calls visit with the kind of the weight's rows that is multiplied fastest.
-template <class Visit>
-auto with_weight_rows(const WeightOnlyProblem& p, Visit visit) {
-#if defined(JLP_ISA_AVX512_BF16)
-  if (p.x_type == ElementType::kBF16 && is_bf16(p.weight.format)) return with_weight_pairs(p.weight.format, visit);
 #endif
-  return with_weight_numbers(p.weight.format, visit);
 }
 
 }  // namespace JLP_ISA
