@@ -75,9 +75,9 @@ _CALLS = ("jit", "closed_call", "custom_jvp_call", "custom_vjp_call", "custom_vm
 
 def _bitcast(x, new_dtype):
     old, new = x.dtype.itemsize, np.dtype(new_dtype).itemsize
-    x = np.ascontiguousarray(x)
     if old == new:
         return x.view(new_dtype)
+    x = np.ascontiguousarray(x)
     return x[..., None].view(new_dtype) if old > new else x.view(new_dtype)[..., 0]
 
 
