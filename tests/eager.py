@@ -2,8 +2,8 @@
 
     from tests.eager import jlp
 
-Called with arrays, an op is traced as `jax.jit` would trace it, and evaluated by tests/interpreted.py. With tracers, for
-the reference, and on a GPU the ops are the library's own.
+Called with arrays, an op is traced as `jax.jit` would trace it, and evaluated by tests/interpreted.py. With tracers,
+for the reference, and on a GPU the ops are the library's own.
 """
 
 import functools

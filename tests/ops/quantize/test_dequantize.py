@@ -168,7 +168,9 @@ class TestMeaning:
         )
         grid = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
         scales = np.repeat(np.asarray(q.scale, np.float64), 16, axis=-1)
-        np.testing.assert_array_equal(np.asarray(jlp.dequantize(q, jnp.float32)), np.tile([*grid, *-grid], (3, 2)) * scales)
+        np.testing.assert_array_equal(
+            np.asarray(jlp.dequantize(q, jnp.float32)), np.tile([*grid, *-grid], (3, 2)) * scales
+        )
 
     @pytest.mark.parametrize("dtype", FLOATS)
     def test_the_default_dtype_is_the_quantised_arrays(self, dtype):

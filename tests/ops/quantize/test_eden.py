@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from jaxlowprec.ops.quantize import eden
 from jaxlowprec.ops.quantize.philox import Draws
 from tests.eager import jlp
-from tests.helpers import FLOATS, as_bytes, assert_same_bytes, often, random_array
+from tests.helpers import FLOATS, assert_same_bytes, often, random_array
 from tests.ops.implementations import ByKernels, ByReference
 from tests.ops.quantize.every_way import KEY, assert_all_match, by_implementation, ways
 from tests.ops.quantize.hostile_arrays import GIVEN_AMAXES, GRID, any_floats, spread, ties_and_outliers
