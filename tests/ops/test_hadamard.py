@@ -152,7 +152,7 @@ class TestByReference(ByReference, HadamardCases):
         (size, signs, FLOATS[(i + j) % 3]) for i, size in enumerate(SIZES) for j, signs in enumerate(SIGNS)
     ]  # of sizes and signs, sizes and dtypes, signs and dtypes
 
-    @pytest.fixture(params=often(SOME, [*SOME, *PAIRS]), ids=lambda rule: "-".join(map(str, rule)))
+    @pytest.fixture(params=often(SOME, list(dict.fromkeys([*SOME, *PAIRS]))), ids=lambda rule: "-".join(map(str, rule)))
     def rule(self, request):
         """As above: each takes XLA a while to compile."""
         return request.param

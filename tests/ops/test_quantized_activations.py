@@ -63,7 +63,6 @@ class BytesCases:
     @pytest.mark.parametrize("directions", [(True, True), (True, False)], ids=str)
     @pytest.mark.parametrize("dtype", FLOATS)
     @pytest.mark.parametrize("kind", ["swiglu", "gelu", "relu_squared"])
-    @pytest.mark.parametrize("fmt", FORMATS)
     @pytest.mark.parametrize("shape", [(1, 1), (128, 256), (3, 40, 130), (200, 300)], ids=str)
     def test_are_those_of_the_separate_ops(self, shape, fmt, kind, dtype, directions, rounding):
         arrays, fmt = arrays_of(kind, shape, dtype), FORMATS[fmt]
@@ -72,14 +71,12 @@ class BytesCases:
         assert_same_bytes(found, separately(kind, fmt, arrays, directions, words))
 
     @pytest.mark.parametrize("directions", DIRECTIONS, ids=str)
-    @pytest.mark.parametrize("fmt", FORMATS)
     def test_of_split_rows_are_of_one_matrix(self, fmt, directions):
         arrays, fmt, words = arrays_of(KIND, (2, 3, 128, 96)), FORMATS[fmt], jnp.stack([WORDS, WORDS + 1])
         options = {"directions": directions, "words": words, "rows_split": True}
         assert_same_bytes(self.run(KIND, fmt, **options)(arrays), separately(KIND, fmt, arrays, **options))
 
     @pytest.mark.parametrize("kind", ACTIVATIONS)
-    @pytest.mark.parametrize("fmt", ["mxfp8", "mxfp4", "float8block tiles"])
     def test_of_hostile_numbers(self, fmt, kind):
         fmt, arrays = FORMATS[fmt], [*map(np.array, arrays_of(kind, (70, 96)))]
         run = self.run(kind, fmt)
@@ -91,11 +88,16 @@ class BytesCases:
 
 
 class TestReference(ByReference, BytesCases):
-    pass
+    @pytest.fixture(params=["mxfp8", "float8block tiles"])
+    def fmt(self, request):
+        """The reference is one op after the other, whatever the format; each takes XLA a while to compile."""
+        return request.param
 
 
 class TestKernels(ByKernels, BytesCases):
-    pass
+    @pytest.fixture(params=FORMATS)
+    def fmt(self, request):
+        return request.param
 
 
 class TestTransformations:

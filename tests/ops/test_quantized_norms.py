@@ -68,7 +68,6 @@ class BytesCases:
     @pytest.mark.parametrize("directions", DIRECTIONS, ids=str)
     @pytest.mark.parametrize("dtype", FLOATS)
     @pytest.mark.parametrize("kind", ["rms", "layer"])
-    @pytest.mark.parametrize("fmt", FORMATS)
     @pytest.mark.parametrize("shape", [(1, 1), (128, 256), (3, 40, 130), (200, 300)], ids=str)
     def test_are_those_of_the_separate_ops(self, shape, fmt, kind, dtype, directions, words):
         arrays, fmt = norm_operands(shape, dtype), FORMATS[fmt]
@@ -77,7 +76,6 @@ class BytesCases:
         found = self.compiled(lambda *arrays: in_one_pass(spec, fmt, arrays, directions, words))(*arrays)
         assert_same_bytes(tuple(found), separately(spec_of(kind, spec.residual), fmt, arrays, directions, words))
 
-    @pytest.mark.parametrize("fmt", FORMATS)
     def test_of_split_rows_are_of_one_matrix(self, fmt):
         arrays, fmt = norm_operands((2, 3, 128, 96), "bfloat16"), FORMATS[fmt]
         spec, words = spec_of("layer", implementation=self.implementation), jnp.stack([WORDS, WORDS + 1])
@@ -100,11 +98,16 @@ class BytesCases:
 
 
 class TestReference(ByReference, BytesCases):
-    pass
+    @pytest.fixture(params=["mxfp8", "float8block tiles"])
+    def fmt(self, request):
+        """The reference is one op after the other, whatever the format; each takes XLA a while to compile."""
+        return request.param
 
 
 class TestKernels(ByKernels, BytesCases):
-    pass
+    @pytest.fixture(params=FORMATS)
+    def fmt(self, request):
+        return request.param
 
 
 class TestTransformations:

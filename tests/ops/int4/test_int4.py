@@ -14,7 +14,7 @@ from tests.cuda_without_gpu.claiming_cuda import claiming_cuda, custom_calls
 from tests.eager import jlp
 from tests.helpers import FLOATS, ONE_OF_EACH, as_bytes, assert_same_bytes, random_array
 from tests.numpy_oracle import int4 as oracle
-from tests.ops.implementations import ByKernels, ByReference, with_options
+from tests.ops.implementations import ByKernels, ByReference, compiled, with_options
 from tests.sharding.meshes import mesh_of, on_mesh
 
 pytestmark = pytest.mark.sampled(7)
@@ -173,28 +173,41 @@ class Int4Cases:
         assert np.isnan(w[1, 32:]).all() and np.isnan(w).sum() == 32
 
     def test_vmap_scan_and_vectors(self):
-        fmt = jlp.Int4(8, symmetric=False)
-        x = weights((3, 4, 16), "bfloat16")
-        q = jlp.quantize(x, fmt, implementation=self.implementation)
+        fmt, options = jlp.Int4(8, symmetric=False), {"implementation": self.implementation}
 
         def one(x):
-            return jlp.quantize(x, fmt, implementation=self.implementation)
+            return jlp.quantize(x, fmt, **options)
 
-        assert_same_bytes(jax.vmap(one)(x), q)
-        assert_same_bytes(jax.vmap(jax.vmap(one))(x), q)  # vectors, then
-        assert_same_bytes(jax.vmap(lambda q: jlp.dequantize(q))(q), jlp.dequantize(q))
-        _, scanned = jax.lax.scan(lambda c, x: (c, jlp.fake_quantize(x, fmt, implementation=self.implementation)), 0, x)
-        assert_same_bytes(scanned, jlp.dequantize(q))
+        def back(q):
+            return jlp.dequantize(q, **options)
+
+        @jax.jit
+        def in_several_ways(x):
+            q = one(x)
+            _, scanned = jax.lax.scan(lambda c, x: (c, jlp.fake_quantize(x, fmt, **options)), 0, x)
+            vectors = jax.vmap(jax.vmap(one))(x)
+            return [q, jax.vmap(one)(x), vectors], [back(q), jax.vmap(back)(q), scanned]
+
+        codes, values = in_several_ways(weights((3, 4, 16), "bfloat16"))
+        for found in codes[1:]:
+            assert_same_bytes(found, codes[0])
+        for found in values[1:]:
+            assert_same_bytes(found, values[0])
 
     @pytest.mark.parametrize("axis", [-1, -2])
     def test_the_gradient_passes_unchanged(self, axis):
         x, g = (random_array((32, 64), "float32", seed=s) for s in (0, 1))
-        for fmt in (jlp.Int4(32), jlp.Int4(32, symmetric=False), jlp.NVFP4(), jlp.MXFP4(scale_rule="floor")):
+        formats = jlp.Int4(32), jlp.Int4(32, symmetric=False), jlp.NVFP4(), jlp.MXFP4(scale_rule="floor")
 
-            def weighted(x, fmt=fmt):
+        @self.compiled
+        def gradients(x, g):
+            def weighted(x, fmt):
                 return (jlp.fake_quantize(x, fmt, axis, implementation=self.implementation) * g).sum()
 
-            assert_same_bytes(jax.grad(weighted)(x), g)
+            return [jax.grad(weighted)(x, fmt) for fmt in formats]
+
+        for gradient in gradients(x, g):
+            assert_same_bytes(gradient, g)
 
     @over_symmetric
     def test_any_codes_decode(self, symmetric):
@@ -265,7 +278,8 @@ class TestTransformations:
         x = weights((4096, 32), "float32", seed=5)
 
         def gradient(fmt, axis=-1):
-            return np.asarray(jax.grad(lambda x: jlp.fake_quantize(x, fmt, axis, ste="clipped").sum())(x))
+            run = compiled(None)(jax.grad(lambda x: jlp.fake_quantize(x, fmt, axis, ste="clipped").sum()))
+            return np.asarray(run(x))
 
         assert (gradient(jlp.Int4(32)) == 1).all()  # the largest magnitude has a code
         fmt = jlp.Int4(32, symmetric=False)
@@ -280,10 +294,11 @@ class TestTransformations:
 
     def test_the_clipped_gradient_of_mx_formats(self):
         """In units of the block's scale the largest element is 6, the next would be 8: 7 and beyond leave the range."""
-        x = jnp.tile(jnp.array([7.5, 7.0, 6.9, -7.25, 1.0, 0.0]), 8)[None, :32]
+        x = np.tile(np.float32([7.5, 7.0, 6.9, -7.25, 1.0, 0.0]), 8)[None, :32]
         for fmt, zeros in ((jlp.MXFP4(scale_rule="floor"), [1, 1, 0, 1, 0, 0]), (jlp.MXFP4(), [0] * 6)):
             for axis, turned in ((-1, x), (-2, x.T)):
-                got = jax.grad(lambda x, f=fmt, a=axis: jlp.fake_quantize(x, f, a, ste="clipped").sum())(turned)
+                clipped = functools.partial(jlp.fake_quantize, fmt=fmt, axis=axis, ste="clipped")
+                got = jax.jit(jax.grad(lambda x, f=clipped: f(x).sum()))(turned)
                 np.testing.assert_array_equal(got.ravel()[:6], 1 - np.array(zeros))
 
     @pytest.mark.parametrize("fmt", ONE_OF_EACH, ids=str)
