@@ -99,14 +99,17 @@ CALLED = {
 
 @pytest.mark.parametrize("function", CALLED, ids=lambda function: function.__name__)
 def test_a_program_gives_the_same_bytes(isa, function):
+    if isa == "cuda":
+        pytest.skip("about the CPU's kernels")
     x, w = random_array((48, 80), "bfloat16", 1), random_array((40, 80), "float32", 2)
     program = jax.jit(function).lower(x, w).compile()
     assert_same_bytes(interpreted(function)(x, w), program(x, w))
-    if isa != "cuda":
-        assert {f"jaxlowprec_{name}" for name in CALLED[function]} <= set(calls_of(program))
+    assert {f"jaxlowprec_{name}" for name in CALLED[function]} <= set(calls_of(program))
 
 
 def test_a_handlers_error_is_raised(isa):
+    if isa == "cuda":
+        pytest.skip("about the CPU's kernels")
     x = np.ones((2, 2), np.float32)
     with pytest.raises(ValueError, match="Wrong number of attributes: expected 3 but got 1 with name.s.: plain"):
         native_calls.call("jaxlowprec_amax", [jax.ShapeDtypeStruct((), jnp.float32)], [x], {"plain": True})
