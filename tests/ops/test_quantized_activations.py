@@ -63,7 +63,6 @@ class BytesCases:
     @pytest.mark.parametrize("directions", [(True, True), (True, False)], ids=str)
     @pytest.mark.parametrize("dtype", FLOATS)
     @pytest.mark.parametrize("kind", ["swiglu", "gelu", "relu_squared"])
-    @pytest.mark.parametrize("shape", [(1, 1), (128, 256), (3, 40, 130), (200, 300)], ids=str)
     def test_are_those_of_the_separate_ops(self, shape, fmt, kind, dtype, directions, rounding):
         arrays, fmt = arrays_of(kind, shape, dtype), FORMATS[fmt]
         words = jnp.broadcast_to(WORDS, (*shape[:-2], 2)) if rounding == "stochastic" else None
@@ -93,10 +92,18 @@ class TestReference(ByReference, BytesCases):
         """The reference is one op after the other, whatever the format; each takes XLA a while to compile."""
         return request.param
 
+    @pytest.fixture(params=[(1, 1), (3, 40, 130)], ids=str)
+    def shape(self, request):
+        return request.param
+
 
 class TestKernels(ByKernels, BytesCases):
     @pytest.fixture(params=FORMATS)
     def fmt(self, request):
+        return request.param
+
+    @pytest.fixture(params=[(1, 1), (128, 256), (3, 40, 130), (200, 300)], ids=str)
+    def shape(self, request):
         return request.param
 
 

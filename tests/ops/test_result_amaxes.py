@@ -76,7 +76,6 @@ class AmaxesCases:
     @pytest.mark.parametrize("wanted", WANTED, ids=range(len(WANTED)))
     @pytest.mark.parametrize("dtype", FLOATS)
     @pytest.mark.parametrize("kind", KINDS)
-    @pytest.mark.parametrize("shape", SHAPES, ids=str)
     def test_of_activations_and_gradients(self, shape, kind, dtype, wanted):
         arrays = with_dy(kind, shape, dtype)
         results, amaxes = self.activation(kind, arrays, wanted)
@@ -86,7 +85,6 @@ class AmaxesCases:
     @pytest.mark.parametrize("wanted", WANTED, ids=range(len(WANTED)))
     @pytest.mark.parametrize("dtype", FLOATS)
     @pytest.mark.parametrize("kind", NORMS)
-    @pytest.mark.parametrize("shape", SHAPES, ids=str)
     def test_of_norms(self, shape, kind, dtype, wanted):
         arrays = norm_operands(shape, dtype)
         results = self.norm(kind, arrays, wanted)
@@ -128,11 +126,16 @@ class AmaxesCases:
 
 
 class TestReference(ByReference, AmaxesCases):
-    pass
+    @pytest.fixture(params=[SHAPES[2], SHAPES[3]], ids=str)
+    def shape(self, request):
+        """Each takes XLA a while to compile."""
+        return request.param
 
 
 class TestKernels(ByKernels, AmaxesCases):
-    pass
+    @pytest.fixture(params=SHAPES, ids=str)
+    def shape(self, request):
+        return request.param
 
 
 class TestTransformations:

@@ -40,6 +40,24 @@ CASES = {  # more rows than a tile has, and groups that begin within one
 } | {name: case for name, case in SIZES.items() if case[1]}
 by_format = pytest.mark.parametrize("fmt", FORMATS, ids=format_name)
 by_case = pytest.mark.parametrize("case", often(["tiles", "uneven"], CASES))
+OF_ONE_SHAPE = [name for name, case in CASES.items() if case[1:] == (140, 160)]
+
+
+def by_case_and(name, values):
+    """Each of the values with groups that begin within tiles and with all sizes of one shape, which share a program;
+    the first and the last with the other shapes, too."""
+    every = list(itertools.product(["tiles", *OF_ONE_SHAPE], values))
+    others = itertools.product([case for case in CASES if (case, values[0]) not in every], (values[0], values[-1]))
+    chosen = list(itertools.product(["tiles", "uneven"], values))
+    return pytest.mark.parametrize(("case", name), often(chosen, [*every, *others], 2), ids=_text)
+
+
+def _text(value):
+    if isinstance(value, tuple):
+        return " by ".join(map(format_name, value))
+    return value if isinstance(value, str) else format_name(value)
+
+
 DIRECTIONS = {"rowwise": (True, False), "columnwise": (False, True), "both": (True, True)}
 
 
@@ -163,18 +181,16 @@ class TestProducts:
         return np.asarray(on_cuda(cuda.matmul, spec, None)(*arrays))
 
     @pytest.mark.slow
-    @pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: " by ".join(map(format_name, pair)))
-    @by_case
-    def test_rows_by_weights(self, pair, case):
+    @by_case_and("pair", PAIRS)
+    def test_rows_by_weights(self, case, pair):
         row = quantized(pair[0], case)
         w, bias = weights(pair[1], row.sizes.size, row.columns), random_array((row.sizes.size, 24), "float32", 5)
         y, expected = self.product(row, w, bias), multiply_groups(row, w, bias, jnp.float32)
         np.testing.assert_allclose(y, expected, rtol=1e-5, atol=1e-4)
         assert not y[int(np.clip(row.sizes, 0, None).sum()) :].any()
 
-    @by_format
-    @by_case
-    def test_wgrad(self, fmt, case):
+    @by_case_and("fmt", FORMATS)
+    def test_wgrad(self, case, fmt):
         a = quantized(fmt, case, False)
         other = jlp.Float8Block(power_of_two=False) if fmt.element == "e5m2" else fmt
         b = quantized(other, case, False, seed=4)
@@ -192,8 +208,8 @@ class TestProducts:
     @pytest.mark.parametrize("fmt", [jlp.NVFP4(), jlp.MXFP8(), jlp.Float8Tensor()], ids=format_name)
     def test_chunks_of_more_rows_than_most_groups(self, fmt, monkeypatch):
         monkeypatch.setattr(cuda, "chunk_rows", lambda *_: 256)
-        self.test_rows_by_weights((fmt, fmt), "tiles")
-        self.test_wgrad(fmt, "tiles")
+        self.test_rows_by_weights("tiles", (fmt, fmt))
+        self.test_wgrad("tiles", fmt)
 
     @pytest.mark.parametrize(
         ("fmt", "dtype"),
