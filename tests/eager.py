@@ -3,7 +3,8 @@
     from tests.eager import jlp
 
 Called with arrays, an op is traced as `jax.jit` would trace it, and evaluated by tests/interpreted.py. With tracers,
-for the reference, and on a GPU the ops are the library's own.
+for the reference, and on a GPU the ops are the library's own. Quantised arrays that a test made by hand count as
+checked: what the library says of wrong ones is a question for `jaxlowprec` itself.
 """
 
 import functools

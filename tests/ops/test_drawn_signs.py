@@ -182,7 +182,7 @@ class TestArrays:
     def test_signs_that_do_not_fit(self, changes, message):
         q = dataclasses.replace(quantize(jnp.ones((4, 32))), **changes)
         with pytest.raises(ValueError, match=message):
-            jlp.dequantize(q)
+            q.dequantize()
 
 
 class TestTransformations:

@@ -57,9 +57,9 @@ def weight_from_bytes(shape, fmt, seed=0, **fields):
     rng = np.random.default_rng(seed)
     *lines, length = shape
     groups = -(-length // fmt.group_size)
-    data = jnp.asarray(rng.integers(0, 256, (*lines, -(-groups * fmt.group_size // 2)), np.uint8))
-    scale = jnp.asarray(np.exp2(rng.uniform(-8, 8, (*lines, groups))).astype(jnp.dtype(fmt.scale_dtype)))
-    zero = None if fmt.symmetric else jnp.asarray(rng.integers(0, 16, scale.shape, np.uint8))
+    data = rng.integers(0, 256, (*lines, -(-groups * fmt.group_size // 2)), np.uint8)
+    scale = np.exp2(rng.uniform(-8, 8, (*lines, groups))).astype(jnp.dtype(fmt.scale_dtype))
+    zero = None if fmt.symmetric else rng.integers(0, 16, scale.shape, np.uint8)
     return jlp.QuantizedArray(data, scale, None, zero, fmt, tuple(shape[-2:]), jnp.dtype("bfloat16"), -1, None)
 
 
@@ -154,7 +154,7 @@ def any_scale_of_int4(dtype, scale):
         scales = np.array(q.scale)
         with np.errstate(over="ignore"):
             scales[::2] = scale
-        pairs.append((random_array((3, 96)), dataclasses.replace(q, scale=jnp.asarray(scales))))
+        pairs.append((random_array((3, 96)), dataclasses.replace(q, scale=scales)))
     return pairs, [weight_only_product(*pair, out_dtype=jnp.float32)[0] for pair in pairs]
 
 
@@ -204,7 +204,7 @@ class TestByKernels(ByKernels, WeightOnlyCases):
         scales[0, :4] = 0, 0x80, most, 0x8000
         scales |= random.integers(0, 2, scales.shape).astype(np.uint16) << 15
         x, q = operands((2, 512, 128), jlp.Int4(32))
-        q = dataclasses.replace(q, scale=jnp.asarray(scales.view(jnp.bfloat16.dtype)))
+        q = dataclasses.replace(q, scale=scales.view(jnp.bfloat16.dtype))
         assert_multiplies(x * 2.0**-8, q, "ffi", out_dtype=jnp.float32)
 
     @over_some
