@@ -60,6 +60,25 @@ constexpr NamedFormat kOtherFormats[] = {
     {"Float8Tensor E4M3 encode scale", float8_tensor(CodeType::kE4M3, false, 0), true},
     {"Float8Tensor E5M2 encode scale", float8_tensor(CodeType::kE5M2, false, 0), true},
 };
+/// The elements, blocks and rules for scales that meet in none of the others: each rule is one whatever the element, so few
+/// numbers are enough.
+constexpr NamedFormat kFurtherFormats[] = {
+    {"MXFP8 E4M3 even", mx(CodeType::kE4M3, false, ScaleRule::kEven)},
+    {"MXFP8 E4M3 tiles up", mx(CodeType::kE4M3, true, ScaleRule::kUp)},
+    {"MXFP8 E4M3 tiles floor", mx(CodeType::kE4M3, true, ScaleRule::kFloor)},
+    {"MXFP8 E5M2 up", mx(CodeType::kE5M2, false, ScaleRule::kUp)},
+    {"MXFP8 E5M2 floor", mx(CodeType::kE5M2, false, ScaleRule::kFloor)},
+    {"MXFP8 E5M2 tiles floor", mx(CodeType::kE5M2, true, ScaleRule::kFloor)},
+    {"MXFP8 E5M2 tiles even", mx(CodeType::kE5M2, true, ScaleRule::kEven)},
+    {"MXFP4 tiles even", mx(CodeType::kE2M1, true, ScaleRule::kEven)},
+    {"Float8Block E4M3", float8_block(CodeType::kE4M3, false, false, 0)},
+    {"Float8Block E4M3 tiles power of two", float8_block(CodeType::kE4M3, true, true, 0)},
+    {"Float8Block E5M2 power of two", float8_block(CodeType::kE5M2, false, true, 0)},
+    {"Float8Block E5M2 tiles epsilon", float8_block(CodeType::kE5M2, true, false, 1.5f)},
+    {"Float8Tensor E4M3 power of two", float8_tensor(CodeType::kE4M3, true, 0)},
+    {"Float8Tensor E5M2 power of two", float8_tensor(CodeType::kE5M2, true, 0)},
+    {"Float8Tensor E4M3 large epsilon", float8_tensor(CodeType::kE4M3, false, 100)},
+};
 
 struct Mode {
   const char* name;

@@ -28,6 +28,8 @@ const Kind kKinds[] = {
     {"Int4 16", int4(16)},
     {"Int4 7, zero points", int4(7), true},
     {"Int4 5, float16", int4(5, ElementType::kF16)},
+    {"Int4 2, float16", int4(2, ElementType::kF16)},
+    {"Int4 1, zero points", int4(1), true},
     {"NVFP4", nvfp4()},
     {"NVFP4 16x16", nvfp4(true)},
     {"MXFP4", mx(CodeType::kE2M1)},

@@ -8,12 +8,11 @@ import itertools
 import json
 import pathlib
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import jaxlowprec as jlp
+from tests.eager import jlp
 from tests.helpers import digest, golden_input, often
 from tests.numpy_oracle.quantization import encode_e2m1
 from tests.numpy_oracle.scale_rules import best_scale
@@ -47,7 +46,7 @@ def scale_rule(entry):
 
 def given(entry):
     """Array, format and rotation."""
-    x = jax.device_put(golden_input(tuple(entry["shape"]), entry["seed"]).astype(jnp.dtype(entry["dtype"])))
+    x = golden_input(tuple(entry["shape"]), entry["seed"]).astype(jnp.dtype(entry["dtype"]))
     if entry["kind"] == "nvfp4":
         hadamard = entry["rht"] and jlp.Hadamard(signs=jlp.DEFAULT_SIGNS if entry["signs"] else None)
         return x, jlp.NVFP4(tuple(entry["block"]), scale_rule(entry)), hadamard

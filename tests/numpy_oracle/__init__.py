@@ -7,12 +7,13 @@ from an exact sum. NumPy keeps subnormals, so they are flushed by hand. Of a for
 
 from tests.numpy_oracle.float32 import F, flush, fma
 from tests.numpy_oracle.matmul import epilogue, gelu, gelu_gradient, matmul
-from tests.numpy_oracle.quantization import code_values, decode, pad, quantize_matrix, row_scales
+from tests.numpy_oracle.quantization import amax, code_values, decode, pad, quantize_matrix, row_scales
 from tests.numpy_oracle.random_bits import philox, random_bytes
 from tests.numpy_oracle.rotation import rotate, rotate_back
 
 __all__ = [
     "F",
+    "amax",
     "code_values",
     "decode",
     "epilogue",

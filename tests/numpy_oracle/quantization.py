@@ -87,6 +87,17 @@ def encode_e2m1(x, multiplier):
     return encode(x, multiplier, "e2m1")
 
 
+def amax(x, dtype, negative=None):
+    """float32 [...] of [..., R, C]: the largest magnitude, after a rotation along R if there are signs."""
+    with np.errstate(all="ignore"):
+        x = np.asarray(x).astype(F)
+        if negative is not None:
+            lines = np.swapaxes(x, -1, -2)
+            lines = np.pad(lines, [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-2] % len(negative))])
+            x = rotate(lines, negative).astype(dtype).astype(F)
+        return np.abs(flush(x)).max(axis=(-2, -1), initial=F(0))
+
+
 def quantize_matrix(x, dtype, fmt, axis=-1, negative=None, random=None, amax=None, encode_scale=None, eden=False):
     """One matrix -> codes as bytes, scales (one-byte ones as bytes), amax or None.
 

@@ -24,7 +24,7 @@ def compiled(implementation):
 @functools.cache
 def with_options(function, implementation, **options):
     """A function of arrays, compiled once for each set of options that can be hashed."""
-    return compiled(implementation)(jax.jit(functools.partial(function, implementation=implementation, **options)))
+    return compiled(implementation)(functools.partial(function, implementation=implementation, **options))
 
 
 class ByReference:

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from tests.eager import jlp
 from tests.helpers import FLOATS, assert_same_bytes, random_array
 from tests.numpy_oracle import producers
-from tests.ops.implementations import ByKernels, ByReference
+from tests.ops.implementations import ByKernels, ByReference, compiled
 from tests.sharding.meshes import by_axis_type, mesh_of, place
 
 pytestmark = pytest.mark.sampled(7)
@@ -52,7 +52,8 @@ def computed(kind, implementation=None):
 
 
 def gradients(kind, arrays, dy, implementation=None):
-    return jax.jit(lambda arrays, dy: jax.vjp(computed(kind, implementation), *arrays)[1](dy))(arrays, dy)
+    run = compiled(implementation)(lambda arrays, dy: jax.vjp(computed(kind, implementation), *arrays)[1](dy))
+    return run(arrays, dy)
 
 
 class BitsCases:
@@ -65,8 +66,7 @@ class BitsCases:
         arrays = operands(kind, shape, dtype)
         dy, numpy_arrays = random_array(shape, dtype, 9), [np.asarray(x) for x in arrays]
         expected = producers.activation(kind, *numpy_arrays)
-        assert_same_bytes(computed(kind, self.implementation)(*arrays), expected)
-        assert_same_bytes(jax.jit(computed(kind, self.implementation))(*arrays), expected)
+        assert_same_bytes(self.compiled(computed(kind, self.implementation))(*arrays), expected)
         wanted = producers.activation_gradient(kind, np.asarray(dy), *numpy_arrays)
         assert_same_bytes(gradients(kind, arrays, dy, self.implementation), tuple(wanted))
 
@@ -75,10 +75,10 @@ class BitsCases:
     def test_of_hostile_numbers(self, kind, dtype):
         with np.errstate(over="ignore"):
             values = np.array(HOSTILE, np.float32).astype(jnp.dtype(dtype))
-        x, up = (jnp.asarray(v.ravel()) for v in np.meshgrid(values, values))
+        x, up = (v.ravel() for v in np.meshgrid(values, values))
         arrays = [x, up][: 2 if kind in GATED else 1]
         numpy_arrays = [np.asarray(a) for a in arrays]
-        actual = np.float32(computed(kind, self.implementation)(*arrays))
+        actual = np.float32(self.compiled(computed(kind, self.implementation))(*arrays))
         np.testing.assert_array_equal(actual, np.float32(producers.activation(kind, *numpy_arrays)))
         wanted = producers.activation_gradient(kind, np.asarray(up), *numpy_arrays)
         for a, b in zip(gradients(kind, arrays, up, self.implementation), wanted, strict=True):

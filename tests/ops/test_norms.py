@@ -51,27 +51,40 @@ class BitsCases:
         given, options = parameters(norm, shape[-1]), {"zero_centered_gamma": zero_centered}
         y, dx = oracle(norm, x, dy, *given, zero_centered=zero_centered)
         function = functools.partial(normed, norm, implementation=self.implementation, **options)
-        assert_same_bytes(function(x, *given), y)
-        assert_same_bytes(jax.jit(function)(x, *given), y)
-        found = jax.jit(lambda x, dy: jax.vjp(lambda x: function(x, *given), x)[1](dy)[0])(x, dy)
-        assert_same_bytes(found, dx.astype(found.dtype))
+
+        @self.compiled
+        def forward_and_backward(x, dy, *given):
+            y, backward = jax.vjp(lambda x: function(x, *given), x)
+            return y, backward(dy)[0]
+
+        found, gradient = forward_and_backward(x, dy, *given)
+        assert_same_bytes(found, y)
+        assert_same_bytes(gradient, dx.astype(gradient.dtype))
 
     @pytest.mark.parametrize("norm", NORMS)
-    @pytest.mark.parametrize("scale", [0.0, 1e-25, 1e-12, 1e15, 1e25, np.inf, np.nan])
-    def test_of_hostile_rows(self, norm, scale):
-        x = random_array((4, 96), "float32", 1)
-        x = x.at[2].multiply(scale) if np.isfinite(scale) else x.at[2, 7].set(scale)
+    def test_of_hostile_rows(self, norm):
         given, dy = parameters(norm, 96), random_array((4, 96), "float32", 2)
-        y, backward = jax.vjp(lambda x: normed(norm, x, *given, implementation=self.implementation), x)
-        for found, wanted in zip((y, backward(dy)[0]), oracle(norm, x, dy, *given), strict=True):
-            np.testing.assert_array_equal(found, wanted)
-            assert np.isfinite(np.asarray(found)[[0, 1, 3]]).all()
+
+        @self.compiled
+        def forward_and_backward(x, dy, *given):
+            y, backward = jax.vjp(lambda x: normed(norm, x, *given, implementation=self.implementation), x)
+            return y, backward(dy)[0]
+
+        for scale in (0.0, 1e-25, 1e-12, 1e15, 1e25, np.inf, np.nan):
+            x = np.array(random_array((4, 96), "float32", 1))
+            if np.isfinite(scale):
+                x[2] *= np.float32(scale)
+            else:
+                x[2, 7] = scale
+            for found, wanted in zip(forward_and_backward(x, dy, *given), oracle(norm, x, dy, *given), strict=True):
+                np.testing.assert_array_equal(found, wanted, str(scale))
+                assert np.isfinite(np.asarray(found)[[0, 1, 3]]).all()
 
     @pytest.mark.parametrize("norm", NORMS)
     @pytest.mark.parametrize("columns", [256, 264])
     def test_means_of_negative_zeros_are_zero(self, norm, columns):
-        x, dy, given = -jnp.zeros((2, columns)), random_array((2, columns)), parameters(norm, columns)
-        y = jax.jit(functools.partial(normed, norm, implementation=self.implementation))(x, *given)
+        x, dy, given = np.full((2, columns), np.float32(-0.0)), random_array((2, columns)), parameters(norm, columns)
+        y = self.compiled(functools.partial(normed, norm, implementation=self.implementation))(x, *given)
         assert_same_bytes(y, oracle(norm, x, dy, *given)[0])
 
     @pytest.mark.parametrize("norm", NORMS)
@@ -79,9 +92,12 @@ class BitsCases:
     def test_a_residual_is_added_and_rounded_before(self, norm, dtype):
         x, residual = random_array((8, 300), dtype, 1), random_array((8, 300), dtype, 2)
         given = parameters(norm, 300)
-        y, total = jax.jit(functools.partial(normed, norm, implementation=self.implementation))(
-            x, *given, residual=residual
-        )
+
+        @self.compiled
+        def added_and_normed(x, residual, *given):
+            return normed(norm, x, *given, residual=residual, implementation=self.implementation)
+
+        y, total = added_and_normed(x, residual, *given)
         assert_same_bytes(total, (np.float32(x) + np.float32(residual)).astype(x.dtype))
         assert_same_bytes(y, oracle(norm, total, total, *given)[0])
 
@@ -95,8 +111,12 @@ class SumsCases:
     def test_are_those_of_float64(self, norm, shape, dtype):
         """Within half a rounding of the terms' magnitudes for each row, and two for each term."""
         x, dy, given = random_array(shape, dtype, 1), random_array(shape, dtype, 2), parameters(norm, shape[-1])
-        function = functools.partial(normed, norm, x, implementation=self.implementation)
-        found = jax.jit(lambda dy, *given: jax.vjp(function, *given)[1](dy))(dy, *given)
+
+        @self.compiled
+        def gradients(x, dy, *given):
+            return jax.vjp(functools.partial(normed, norm, x, implementation=self.implementation), *given)[1](dy)
+
+        found = gradients(x, dy, *given)
         rows, dy = (np.float64(a).reshape(-1, shape[-1]) for a in (x, dy))
         rows = rows - (0 if norm == "rms" else rows.mean(-1, keepdims=True))
         terms = [dy * rows / np.sqrt((rows**2).mean(-1, keepdims=True) + EPSILON), dy]

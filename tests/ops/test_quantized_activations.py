@@ -1,9 +1,11 @@
 """Activations and gradients that are quantised in the same pass: bytes are those of the separate ops."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
@@ -12,7 +14,7 @@ from jaxlowprec.ops.activations.quantized import quantized_activation, quantized
 from jaxlowprec.ops.activations.reference import RULES
 from tests.eager import jlp
 from tests.helpers import FLOATS, assert_same_bytes, random_array
-from tests.ops.implementations import ByKernels, ByReference
+from tests.ops.implementations import ByKernels, ByReference, compiled
 from tests.ops.test_quantized_norms import DIRECTIONS, FORMATS, WORDS
 from tests.products import native_calls
 from tests.sharding.meshes import by_axis_type, mesh_of, place
@@ -37,6 +39,11 @@ def in_one_pass(kind, fmt, arrays, directions=(True, True), words=None, rows_spl
 
 
 def separately(kind, fmt, arrays, directions=(True, True), words=None, rows_split=False):
+    """By the kernels."""
+    return compiled(None)(lambda arrays: _separately(kind, fmt, arrays, directions, words, rows_split))(arrays)
+
+
+def _separately(kind, fmt, arrays, directions, words, rows_split):
     def quantized(x, words):
         options = {"rounding": "nearest" if words is None else "stochastic", "key": words, "rows_split": rows_split}
         pairs = zip((-1, -2), directions, strict=True)
@@ -49,15 +56,13 @@ def separately(kind, fmt, arrays, directions=(True, True), words=None, rows_spli
 
 class BytesCases:
     def run(self, *given, **options):
-        return jax.jit(functools.partial(in_one_pass, *given, implementation=self.implementation, **options))
+        return self.compiled(functools.partial(in_one_pass, *given, implementation=self.implementation, **options))
 
     @pytest.mark.sampled(37)
     @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
     @pytest.mark.parametrize("directions", [(True, True), (True, False)], ids=str)
     @pytest.mark.parametrize("dtype", FLOATS)
     @pytest.mark.parametrize("kind", ["swiglu", "gelu", "relu_squared"])
-    @pytest.mark.parametrize("fmt", FORMATS)
-    @pytest.mark.parametrize("shape", [(1, 1), (128, 256), (3, 40, 130), (200, 300)], ids=str)
     def test_are_those_of_the_separate_ops(self, shape, fmt, kind, dtype, directions, rounding):
         arrays, fmt = arrays_of(kind, shape, dtype), FORMATS[fmt]
         words = jnp.broadcast_to(WORDS, (*shape[:-2], 2)) if rounding == "stochastic" else None
@@ -65,29 +70,41 @@ class BytesCases:
         assert_same_bytes(found, separately(kind, fmt, arrays, directions, words))
 
     @pytest.mark.parametrize("directions", DIRECTIONS, ids=str)
-    @pytest.mark.parametrize("fmt", FORMATS)
     def test_of_split_rows_are_of_one_matrix(self, fmt, directions):
         arrays, fmt, words = arrays_of(KIND, (2, 3, 128, 96)), FORMATS[fmt], jnp.stack([WORDS, WORDS + 1])
         options = {"directions": directions, "words": words, "rows_split": True}
         assert_same_bytes(self.run(KIND, fmt, **options)(arrays), separately(KIND, fmt, arrays, **options))
 
-    @pytest.mark.parametrize("value", [jnp.nan, jnp.inf, -jnp.inf, 3e38, 1e-39, 0.0])
     @pytest.mark.parametrize("kind", ACTIVATIONS)
-    @pytest.mark.parametrize("fmt", ["mxfp8", "mxfp4", "float8block tiles"])
-    def test_of_hostile_numbers(self, fmt, kind, value):
-        fmt, arrays = FORMATS[fmt], arrays_of(kind, (70, 96))
-        for i in range(len(arrays)):
-            given = [*arrays]
-            given[i] = arrays[i].at[3, 7].set(value).at[40].set(value)
-            assert_same_bytes(self.run(kind, fmt)(given), separately(kind, fmt, given))
+    def test_of_hostile_numbers(self, fmt, kind):
+        fmt, arrays = FORMATS[fmt], [*map(np.array, arrays_of(kind, (70, 96)))]
+        run = self.run(kind, fmt)
+        values = (np.nan, np.inf, -np.inf, 3e38, 1e-39, 0.0)
+        for value, i in itertools.product(values, range(len(arrays))):
+            given = [x.copy() for x in arrays]
+            given[i][3, 7] = given[i][40] = value
+            assert_same_bytes(run(given), separately(kind, fmt, given))
 
 
 class TestReference(ByReference, BytesCases):
-    pass
+    @pytest.fixture(params=["mxfp8", "float8block tiles"])
+    def fmt(self, request):
+        """The reference is one op after the other, whatever the format; each takes XLA a while to compile."""
+        return request.param
+
+    @pytest.fixture(params=[(1, 1), (3, 40, 130)], ids=str)
+    def shape(self, request):
+        return request.param
 
 
 class TestKernels(ByKernels, BytesCases):
-    pass
+    @pytest.fixture(params=FORMATS)
+    def fmt(self, request):
+        return request.param
+
+    @pytest.fixture(params=[(1, 1), (128, 256), (3, 40, 130), (200, 300)], ids=str)
+    def shape(self, request):
+        return request.param
 
 
 class TestTransformations:

@@ -1,5 +1,7 @@
 """Norms that are quantised in the same pass: their bytes are those of the norm, and then of `quantize`."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,7 +12,7 @@ from jaxlowprec.ops.norms.api import NormSpec, normed
 from jaxlowprec.ops.norms.quantized import quantized_norm
 from tests.eager import jlp
 from tests.helpers import FLOATS, assert_same_bytes
-from tests.ops.implementations import ByKernels, ByReference
+from tests.ops.implementations import ByKernels, ByReference, compiled
 from tests.ops.test_result_amaxes import norm_operands
 from tests.products import native_calls
 from tests.sharding.meshes import by_axis_type, mesh_of, place
@@ -40,6 +42,15 @@ def in_one_pass(spec, fmt, arrays, directions=(True, True), words=None, rows_spl
 
 
 def separately(spec, fmt, arrays, directions=(True, True), words=None, rows_split=False):
+    """By the kernels."""
+
+    def run(*arrays):
+        return _separately(spec, fmt, arrays, directions, words, rows_split)
+
+    return compiled(None)(run)(*arrays)
+
+
+def _separately(spec, fmt, arrays, directions, words, rows_split):
     x, residual, weight, beta = arrays
     of_norm = [jnp.broadcast_to(p, p.shape) for p in (weight, beta)]
     found = normed(spec, x, of_norm[0], residual if spec.residual else None, of_norm[1] if spec.beta else None)
@@ -57,28 +68,28 @@ class BytesCases:
     @pytest.mark.parametrize("directions", DIRECTIONS, ids=str)
     @pytest.mark.parametrize("dtype", FLOATS)
     @pytest.mark.parametrize("kind", ["rms", "layer"])
-    @pytest.mark.parametrize("fmt", FORMATS)
-    @pytest.mark.parametrize("shape", [(1, 1), (128, 256), (3, 40, 130), (200, 300)], ids=str)
     def test_are_those_of_the_separate_ops(self, shape, fmt, kind, dtype, directions, words):
         arrays, fmt = norm_operands(shape, dtype), FORMATS[fmt]
         words = words if words is None else jnp.broadcast_to(words, (*shape[:-2], 2))
         spec = spec_of(kind, shape[-1] % 3 > 0, self.implementation)
-        found = jax.jit(lambda *arrays: in_one_pass(spec, fmt, arrays, directions, words))(*arrays)
+        found = self.compiled(lambda *arrays: in_one_pass(spec, fmt, arrays, directions, words))(*arrays)
         assert_same_bytes(tuple(found), separately(spec_of(kind, spec.residual), fmt, arrays, directions, words))
 
-    @pytest.mark.parametrize("fmt", FORMATS)
     def test_of_split_rows_are_of_one_matrix(self, fmt):
         arrays, fmt = norm_operands((2, 3, 128, 96), "bfloat16"), FORMATS[fmt]
         spec, words = spec_of("layer", implementation=self.implementation), jnp.stack([WORDS, WORDS + 1])
-        found = jax.jit(lambda *arrays: in_one_pass(spec, fmt, arrays, words=words, rows_split=True))(*arrays)
+        found = self.compiled(lambda *arrays: in_one_pass(spec, fmt, arrays, words=words, rows_split=True))(*arrays)
         assert_same_bytes(tuple(found), separately(spec_of("layer"), fmt, arrays, words=words, rows_split=True))
 
-    @pytest.mark.parametrize("value", [jnp.nan, jnp.inf, 3e38, 0.0])
-    def test_of_hostile_rows(self, value):
-        x, residual, weight, beta = norm_operands((70, 96), "bfloat16")
-        spec, x = spec_of("layer", implementation=self.implementation), x.at[3, 7].set(value).at[40].set(value)
-        for arrays in ((x, residual, weight, beta), (x, residual, weight.at[2].set(value), beta.at[5].set(-value))):
-            *found, saved = jax.jit(lambda *arrays: in_one_pass(spec, jlp.MXFP8(), arrays))(*arrays)
+    def test_of_hostile_rows(self):
+        spec = spec_of("layer", implementation=self.implementation)
+        run = self.compiled(lambda *arrays: in_one_pass(spec, jlp.MXFP8(), arrays))
+        for value, parameters in itertools.product([np.nan, np.inf, 3e38, 0.0], [False, True]):
+            arrays = x, _, weight, beta = [*map(np.array, norm_operands((70, 96), "bfloat16"))]
+            x[3, 7] = x[40] = value
+            if parameters:
+                weight[2], beta[5] = value, -value
+            *found, saved = run(*arrays)
             *expected, expected_saved = separately(spec_of("layer"), jlp.MXFP8(), arrays)
             assert_same_bytes(found, expected)
             for actual, number in zip(saved, expected_saved, strict=True):
@@ -86,11 +97,24 @@ class BytesCases:
 
 
 class TestReference(ByReference, BytesCases):
-    pass
+    @pytest.fixture(params=["mxfp8", "float8block tiles"])
+    def fmt(self, request):
+        """The reference is one op after the other, whatever the format; each takes XLA a while to compile."""
+        return request.param
+
+    @pytest.fixture(params=[(1, 1), (3, 40, 130)], ids=str)
+    def shape(self, request):
+        return request.param
 
 
 class TestKernels(ByKernels, BytesCases):
-    pass
+    @pytest.fixture(params=FORMATS)
+    def fmt(self, request):
+        return request.param
+
+    @pytest.fixture(params=[(1, 1), (128, 256), (3, 40, 130), (200, 300)], ids=str)
+    def shape(self, request):
+        return request.param
 
 
 class TestTransformations:

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from tests.eager import jlp
+import jaxlowprec as jlp
 from tests.helpers import ONE_OF_EACH, format_name
 
 X = jnp.ones((16, 32))

@@ -3,6 +3,7 @@
 Imports work, the reference gives the same bytes, and a demand for the kernels names the reason.
 """
 
+import functools
 import importlib.machinery
 import json
 import os
@@ -20,7 +21,7 @@ import pytest
 
 import jaxlowprec as jlp
 from jaxlowprec.wiring import native
-from tests.helpers import digest, golden_input, run_python
+from tests.helpers import assert_same_bytes, digest, golden_input, random_array, run_python
 
 REPOSITORY = pathlib.Path(__file__).parents[2]
 REPORT = """
@@ -240,5 +241,14 @@ def test_an_instruction_set_that_is_not_here_is_refused_by_name():
         native.use_isa("mmx")
 
 
-def test_every_instruction_set_can_be_chosen(isa):
-    assert native.isa() == isa
+def test_every_instruction_set_can_be_chosen_and_gives_the_same_bytes(isa):
+    """tests/cpp compares all kernels; this is about the choice."""
+    x, found = random_array((33, 50), "bfloat16"), []
+    quantize = functools.partial(jlp.quantize_both, fmt=jlp.NVFP4(), hadamard_columnwise=True)
+    for name in native.available_isas():
+        native.use_isa(name)
+        assert native.isa() == name
+        found.append(quantize(x))
+    native.use_isa(isa)
+    for one in found[1:]:
+        assert_same_bytes(one, found[0])

@@ -14,7 +14,7 @@ from tests.cuda_without_gpu.claiming_cuda import claiming_cuda, custom_calls
 from tests.eager import jlp
 from tests.helpers import FLOATS, ONE_OF_EACH, as_bytes, assert_same_bytes, random_array
 from tests.numpy_oracle import int4 as oracle
-from tests.ops.implementations import ByKernels, ByReference
+from tests.ops.implementations import ByKernels, ByReference, compiled, with_options
 from tests.sharding.meshes import mesh_of, on_mesh
 
 pytestmark = pytest.mark.sampled(7)
@@ -28,7 +28,7 @@ over_dtypes = pytest.mark.parametrize("dtype", DTYPES)
 
 def weights(shape, dtype, seed=0):
     """Numbers of the size that weights have."""
-    return jnp.asarray((0.02 * np.asarray(random_array(shape, "float32", seed))).astype(jnp.dtype(dtype)))
+    return (0.02 * np.asarray(random_array(shape, "float32", seed))).astype(jnp.dtype(dtype))
 
 
 def awkward(shape, dtype, seed=0):
@@ -39,7 +39,7 @@ def awkward(shape, dtype, seed=0):
         x[0, :2], x[1], x[2, -1] = [-0.0, 1e-6], 0, -5
         x[3, ::2] *= np.float32(1e-3)
         x[-1, -2], x[-2, 0] = np.nan, -np.inf
-    return jnp.asarray(x.astype(jnp.dtype(dtype)))
+    return x.astype(jnp.dtype(dtype))
 
 
 def quantized_by_oracle(x, fmt, axis=-1):
@@ -65,9 +65,8 @@ def expected(shape, of, fmt, axis):
     return x, q, dequantized_by_oracle(q, of, axis)
 
 
-@functools.partial(jax.jit, static_argnames=("ways", "implementation"))
-def there_and_back(arrays, ways, implementation):
-    """Quantised, dequantised and, where that gives the same, fake-quantised in each of the ways, in one compilation."""
+def there_and_back(arrays, *, ways, implementation):
+    """Quantised, dequantised and, where that gives the same, fake-quantised in each of the ways, in one program."""
     found = []
     for x, (fmt, axis) in zip(arrays, ways, strict=True):
         q = jlp.quantize(x, fmt, axis, implementation=implementation)
@@ -87,18 +86,17 @@ def any_codes(shapes, symmetric):
         fmt = jlp.Int4(group, symmetric, dtype, pad=True)
         like = jax.eval_shape(lambda shape=shape, fmt=fmt: jlp.quantize(jnp.zeros(shape), fmt))
         scale = rng.integers(0, 1 << 16, like.scale.shape, dtype=np.uint16).view(oracle.DTYPES[dtype])
-        zero = None if symmetric else jnp.asarray(rng.integers(0, 16, scale.shape, dtype=np.uint8))
-        data = jnp.asarray(rng.integers(0, 256, like.data.shape, dtype=np.uint8))
-        arrays.append(jlp.QuantizedArray(data, jnp.asarray(scale), None, zero, fmt, shape, like.dtype, -1, None))
+        zero = None if symmetric else rng.integers(0, 16, scale.shape, dtype=np.uint8)
+        data = rng.integers(0, 256, like.data.shape, dtype=np.uint8)
+        arrays.append(jlp.QuantizedArray(data, scale, None, zero, fmt, shape, like.dtype, -1, None))
     return arrays, [[dequantized_by_oracle(q, out) for out in FLOATS] for q in arrays]
 
 
-@functools.partial(jax.jit, static_argnums=1)
 def decoded(arrays, implementation):
     return [[jlp.dequantize(q, out, implementation=implementation) for out in FLOATS] for q in arrays]
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2))
+@functools.partial(jax.jit, static_argnames=("fmt", "implementation"))
 def fused(w, fmt, implementation):
     q = jlp.quantize(jnp.tanh(w) * 1.0, fmt, implementation=implementation)
     return q, jlp.dequantize(q, implementation=implementation) * 1.0
@@ -118,7 +116,8 @@ class Int4Cases:
         """And so are fake-quantised values."""
         ways = [(shape, jlp.Int4(group, symmetric, dtype, True), axis) for (shape, group), axis in self.CASES[dtype]]
         arrays, *wanted = zip(*(expected(shape, of, *way) for shape, *way in ways), strict=True)
-        found = there_and_back(arrays, tuple((fmt, axis) for _, fmt, axis in ways), self.implementation)
+        formats_and_axes = tuple((fmt, axis) for _, fmt, axis in ways)
+        found = with_options(there_and_back, self.implementation, ways=formats_and_axes)(arrays)
         for (q, *values), codes, decoded in zip(found, *wanted, strict=True):
             assert_same_bytes(q, codes)
             for value in values:
@@ -134,7 +133,7 @@ class Int4Cases:
         ties = (np.arange(-15, 16) + 0.5)[None] * scale[:, None]
         limit = amax[:, None] if symmetric else np.stack([-0 * amax, amax], 1).max(1, keepdims=True)
         x = np.where((np.abs(ties) < limit) & (symmetric | (ties > 0)), ties, 0)
-        x = jnp.asarray(np.concatenate([amax[:, None], x], 1)).astype(dtype)
+        x = np.concatenate([amax[:, None], x], 1).astype(jnp.dtype(dtype))
         assert x.shape == (mantissas, 32)
         fmt = jlp.Int4(32, symmetric, dtype)
         q = jlp.quantize(x, fmt, implementation=self.implementation)
@@ -147,7 +146,7 @@ class Int4Cases:
     def test_the_least_scale(self, dtype):
         """Around amax 7e-5: float16's 1e-5 is subnormal, and must not be flushed to zero."""
         amax = np.geomspace(1e-8, 2e-3, 512, dtype=np.float32)[:, None]
-        x = jnp.asarray(amax * np.linspace(-1, 1, 32, dtype=np.float32))
+        x = amax * np.linspace(-1, 1, 32, dtype=np.float32)
         for symmetric in (True, False):
             fmt = jlp.Int4(32, symmetric, dtype)
             q = jlp.quantize(x, fmt, implementation=self.implementation)
@@ -168,38 +167,52 @@ class Int4Cases:
     @over_symmetric
     @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
     def test_what_is_not_finite_makes_its_group_nan(self, symmetric, bad):
-        x = jnp.ones((4, 64)).at[1, 40].set(bad)
+        x = np.ones((4, 64), np.float32)
+        x[1, 40] = bad
         w = np.asarray(jlp.fake_quantize(x, jlp.Int4(32, symmetric), implementation=self.implementation))
         assert np.isnan(w[1, 32:]).all() and np.isnan(w).sum() == 32
 
     def test_vmap_scan_and_vectors(self):
-        fmt = jlp.Int4(8, symmetric=False)
-        x = weights((3, 4, 16), "bfloat16")
-        q = jlp.quantize(x, fmt, implementation=self.implementation)
+        fmt, options = jlp.Int4(8, symmetric=False), {"implementation": self.implementation}
 
         def one(x):
-            return jlp.quantize(x, fmt, implementation=self.implementation)
+            return jlp.quantize(x, fmt, **options)
 
-        assert_same_bytes(jax.vmap(one)(x), q)
-        assert_same_bytes(jax.vmap(jax.vmap(one))(x), q)  # vectors, then
-        assert_same_bytes(jax.vmap(lambda q: q.dequantize())(q), q.dequantize())
-        _, scanned = jax.lax.scan(lambda c, x: (c, jlp.fake_quantize(x, fmt, implementation=self.implementation)), 0, x)
-        assert_same_bytes(scanned, q.dequantize())
+        def back(q):
+            return jlp.dequantize(q, **options)
+
+        @jax.jit
+        def in_several_ways(x):
+            q = one(x)
+            _, scanned = jax.lax.scan(lambda c, x: (c, jlp.fake_quantize(x, fmt, **options)), 0, x)
+            vectors = jax.vmap(jax.vmap(one))(x)
+            return [q, jax.vmap(one)(x), vectors], [back(q), jax.vmap(back)(q), scanned]
+
+        codes, values = in_several_ways(weights((3, 4, 16), "bfloat16"))
+        for found in codes[1:]:
+            assert_same_bytes(found, codes[0])
+        for found in values[1:]:
+            assert_same_bytes(found, values[0])
 
     @pytest.mark.parametrize("axis", [-1, -2])
     def test_the_gradient_passes_unchanged(self, axis):
         x, g = (random_array((32, 64), "float32", seed=s) for s in (0, 1))
-        for fmt in (jlp.Int4(32), jlp.Int4(32, symmetric=False), jlp.NVFP4(), jlp.MXFP4(scale_rule="floor")):
+        formats = jlp.Int4(32), jlp.Int4(32, symmetric=False), jlp.NVFP4(), jlp.MXFP4(scale_rule="floor")
 
-            def weighted(x, fmt=fmt):
+        @self.compiled
+        def gradients(x, g):
+            def weighted(x, fmt):
                 return (jlp.fake_quantize(x, fmt, axis, implementation=self.implementation) * g).sum()
 
-            assert_same_bytes(jax.grad(weighted)(x), g)
+            return [jax.grad(weighted)(x, fmt) for fmt in formats]
+
+        for gradient in gradients(x, g):
+            assert_same_bytes(gradient, g)
 
     @over_symmetric
     def test_any_codes_decode(self, symmetric):
         arrays, wanted = any_codes(self.DECODED, symmetric)
-        assert_same_bytes(decoded(arrays, self.implementation), wanted)
+        assert_same_bytes(with_options(decoded, self.implementation)(arrays), wanted)
 
 
 class TestByReference(ByReference, Int4Cases):
@@ -255,7 +268,7 @@ class TestValues:
             column, row = jlp.quantize(x, fmt, axis=-2), jlp.quantize(jnp.swapaxes(x, -1, -2), fmt)
             assert_same_bytes((column.data, column.scale), (row.data, row.scale))
             assert_same_bytes(column, row.mT)
-            assert_same_bytes(column.dequantize(), row.mT.dequantize())
+            assert_same_bytes(jlp.dequantize(column), jlp.dequantize(row.mT))
             both = jlp.quantize_both(x, fmt)
             assert_same_bytes(both, (jlp.quantize(x, fmt), column))
 
@@ -265,7 +278,8 @@ class TestTransformations:
         x = weights((4096, 32), "float32", seed=5)
 
         def gradient(fmt, axis=-1):
-            return np.asarray(jax.grad(lambda x: jlp.fake_quantize(x, fmt, axis, ste="clipped").sum())(x))
+            run = compiled(None)(jax.grad(lambda x: jlp.fake_quantize(x, fmt, axis, ste="clipped").sum()))
+            return np.asarray(run(x))
 
         assert (gradient(jlp.Int4(32)) == 1).all()  # the largest magnitude has a code
         fmt = jlp.Int4(32, symmetric=False)
@@ -280,10 +294,11 @@ class TestTransformations:
 
     def test_the_clipped_gradient_of_mx_formats(self):
         """In units of the block's scale the largest element is 6, the next would be 8: 7 and beyond leave the range."""
-        x = jnp.tile(jnp.array([7.5, 7.0, 6.9, -7.25, 1.0, 0.0]), 8)[None, :32]
+        x = np.tile(np.float32([7.5, 7.0, 6.9, -7.25, 1.0, 0.0]), 8)[None, :32]
         for fmt, zeros in ((jlp.MXFP4(scale_rule="floor"), [1, 1, 0, 1, 0, 0]), (jlp.MXFP4(), [0] * 6)):
             for axis, turned in ((-1, x), (-2, x.T)):
-                got = jax.grad(lambda x, f=fmt, a=axis: jlp.fake_quantize(x, f, a, ste="clipped").sum())(turned)
+                clipped = functools.partial(jlp.fake_quantize, fmt=fmt, axis=axis, ste="clipped")
+                got = jax.jit(jax.grad(lambda x, f=clipped: f(x).sum()))(turned)
                 np.testing.assert_array_equal(got.ravel()[:6], 1 - np.array(zeros))
 
     @pytest.mark.parametrize("fmt", ONE_OF_EACH, ids=str)
@@ -301,7 +316,7 @@ class TestTransformations:
 
             def run(x, fmt=fmt):
                 q = jlp.quantize(x, fmt)
-                return q, q.dequantize(), jlp.fake_quantize(x, fmt)
+                return q, jlp.dequantize(q), jlp.fake_quantize(x, fmt)
 
             result, found = on_mesh(run, [x], [spec], mesh_of((2, 4)))
             assert_same_bytes(result, run(x))
@@ -312,7 +327,7 @@ class TestTransformations:
 
         def run(x):
             q = jlp.quantize(x, fmt, -2)
-            return q, q.dequantize(), jlp.fake_quantize(x, fmt, -2)
+            return q, jlp.dequantize(q), jlp.fake_quantize(x, fmt, -2)
 
         result, found = on_mesh(run, [x], [P("b", "a")], mesh_of((2, 4)))
         assert_same_bytes(result, run(x))
@@ -323,7 +338,7 @@ class TestTransformations:
 
         def run(x):
             q = jlp.quantize(x, fmt)
-            return q.data, q.scale, q.zero_point, q.dequantize(), jlp.fake_quantize(x, fmt, -1)
+            return q.data, q.scale, q.zero_point, jlp.dequantize(q), jlp.fake_quantize(x, fmt, -1)
 
         checks = [
             export.DisabledSafetyCheck.custom_call(f"jaxlowprec_int4_{name}")
@@ -338,7 +353,7 @@ class TestTransformations:
 
         def run(x):
             q = jlp.quantize(x, fmt, -2)
-            return q.dequantize(), jlp.fake_quantize(x, fmt)
+            return jlp.dequantize(q), jlp.fake_quantize(x, fmt)
 
         with claiming_cuda():
             calls = custom_calls(run, jnp.ones((64, 96), jnp.float16))

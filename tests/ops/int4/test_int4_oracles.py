@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.eager import jlp
+import jaxlowprec as jlp
 from tests.helpers import assert_same_bytes, random_array
 
 torch = pytest.importorskip("torch", reason="torch is not installed: pip install jaxlowprec[oracles]")

@@ -195,12 +195,11 @@ def test_default_matmul_precision_is_for_high_precision():
 @pytest.mark.parametrize(
     "recipe", [RECIPE, jlp.Float8BlockScaling(), jlp.MXFP8BlockScaling(), jlp.NVFP4BlockScaling()], ids=repr
 )
-def test_the_cpus_bytes_do_not_depend_on_it(recipe):
-    x, w = random_array((32, 256), "bfloat16", 1), random_array((256, 64), "float32", 2)
+def test_the_cpus_program_does_not_depend_on_it(recipe):
     key = np.array([1, 2], np.uint32)
 
     def step(precision):
         layer = with_gradients(lambda x, w: jlp.linear(x, w, recipe=recipe, key=key, precision=precision))
-        return jax.jit(layer)(x, w)
+        return jax.jit(layer).lower(X, W).as_text()
 
-    assert_same_bytes(step("highest"), step(None))
+    assert step("highest") == step(None)

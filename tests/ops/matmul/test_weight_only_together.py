@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from jaxlowprec.ops.weight_only_matmul.api import weight_only_matmuls
-from tests.eager import jlp
+from tests.eager import evaluated, jlp
 from tests.helpers import assert_same_bytes, random_array
 from tests.sharding.meshes import collectives, mesh_of, place
 
@@ -29,7 +29,7 @@ def biases_of(weights):
 
 
 def together(x, weights, biases=None, out_dtype=jnp.bfloat16):
-    return weight_only_matmuls("test", x, weights, biases or [None] * len(weights), out_dtype)
+    return evaluated(weight_only_matmuls)("test", x, weights, biases or [None] * len(weights), out_dtype)
 
 
 def apart(x, weights, biases=None, **options):

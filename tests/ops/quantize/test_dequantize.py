@@ -23,7 +23,7 @@ from tests.helpers import (
     quantized_from_bytes,
     random_array,
 )
-from tests.ops.implementations import ByKernels, ByReference
+from tests.ops.implementations import ByKernels, ByReference, with_options
 
 pytestmark = pytest.mark.sampled(7)
 
@@ -31,9 +31,12 @@ BY_THE_DEFAULT_RULE = [fmt for fmt in FORMATS if "=" not in format_name(fmt)]
 ROTATIONS = (None, jlp.Hadamard(), jlp.Hadamard(signs=None), jlp.Hadamard(64))
 
 
-@functools.partial(jax.jit, static_argnames=("dtypes", "implementation"))
 def decoded(arrays, dtypes, implementation):
-    """Each array to its dtype, in one compilation."""
+    """Each array to its dtype, in one program."""
+    return with_options(_decoded, implementation, dtypes=tuple(dtypes))(arrays)
+
+
+def _decoded(arrays, *, dtypes, implementation):
     return [jlp.dequantize(q, d, implementation=implementation) for q, d in zip(arrays, dtypes, strict=True)]
 
 
@@ -41,7 +44,10 @@ def decoded(arrays, dtypes, implementation):
 def any_bytes(shapes, ways, fmt, turn, turns):
     """A part of all shapes in all ways (axis, rotation) and dtypes, and the oracle's numbers: once for all instruction
     sets."""
-    cases = list(itertools.product(shapes, ways, FLOATS))[turn::turns]
+    cases = list(itertools.product(shapes, ways, FLOATS))
+    if turns < 3:  # each shape in each way once, by turns to each dtype
+        cases = [cases[3 * i + (i + i // len(ways)) % 3] for i in range(len(cases) // 3)]
+    cases = cases[turn::turns]
     arrays = [quantized_from_bytes(s, fmt, seed=sum(s), axis=axis, hadamard=h) for s, (axis, h), _ in cases]
     dtypes = tuple(dtype for *_, dtype in cases)
     return arrays, dtypes, [dequantized(q, jnp.dtype(d)) for q, d in zip(arrays, dtypes, strict=True)]
@@ -135,9 +141,9 @@ class TestByReference(ByReference, DequantizeCases):
         """Each takes XLA a while to compile."""
         return request.param
 
-    @pytest.fixture(params=often([0], range(7)))
+    @pytest.fixture(params=often([0], range(2)))
     def turn(self, request):
-        return request.param, 7
+        return request.param, 2
 
 
 class TestByKernels(ByKernels, DequantizeCases):
@@ -162,13 +168,15 @@ class TestMeaning:
         )
         grid = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
         scales = np.repeat(np.asarray(q.scale, np.float64), 16, axis=-1)
-        np.testing.assert_array_equal(np.asarray(q.dequantize(jnp.float32)), np.tile([*grid, *-grid], (3, 2)) * scales)
+        np.testing.assert_array_equal(
+            np.asarray(jlp.dequantize(q, jnp.float32)), np.tile([*grid, *-grid], (3, 2)) * scales
+        )
 
     @pytest.mark.parametrize("dtype", FLOATS)
     def test_the_default_dtype_is_the_quantised_arrays(self, dtype):
         q = jlp.quantize(random_array((16, 32), dtype), jlp.NVFP4())
         assert q.dequantize().dtype == jlp.dequantize(q).dtype == jnp.dtype(dtype)
-        assert q.dequantize("float32").dtype == jnp.float32
+        assert jlp.dequantize(q, "float32").dtype == jnp.float32
 
     @pytest.mark.parametrize("size", [16, 64, 256])
     @pytest.mark.parametrize("shape", [(40, 50), (3, 100, 7)], ids=str)
@@ -188,7 +196,7 @@ class TestMeaning:
     def test_a_rotated_poisoned_block_stays_within_its_transform(self, axis):
         x = random_array((64, 64), "float32").at[40, 20].set(jnp.inf)
         q = jlp.quantize(x, jlp.NVFP4(), axis, True, amax=jnp.float32(8))
-        nan = np.isnan(np.asarray(q.dequantize()))
+        nan = np.isnan(np.asarray(jlp.dequantize(q)))
         expected = np.zeros((64, 64), bool)
         expected[(40, slice(16, 32)) if axis == -1 else (slice(32, 48), 20)] = True
         np.testing.assert_array_equal(nan, expected)
@@ -196,7 +204,7 @@ class TestMeaning:
     @pytest.mark.parametrize("fmt", NVFP4S, ids=format_name)
     def test_vmap_adds_batch_axes(self, fmt):
         q = quantized_from_bytes((3, 20, 40), fmt, seed=5)
-        assert_same_numbers(jax.vmap(jlp.dequantize)(q), q.dequantize())
+        assert_same_numbers(jax.vmap(jlp.dequantize)(q), jlp.dequantize(q))
 
     def test_its_derivative_is_zero(self):
         """Quantisation is a step function; nothing differentiates through the codes by accident."""

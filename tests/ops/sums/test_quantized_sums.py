@@ -20,7 +20,14 @@ from tests.sharding.meshes import mesh_of, name_of
 KEY = jax.random.key(7)
 WORDS = np.asarray(jax.random.key_data(KEY))
 MESHES = [((2,), ("a",)), ((4,), ("a",)), ((8,), ("a",)), ((2, 4), ("a", "b")), ((4, 2), ("b", "a"))]
-over_meshes = pytest.mark.parametrize(("sizes", "names"), often(MESHES[2:4], MESHES, arguments=2), ids=name_of)
+
+
+def over_meshes(argument, shapes):
+    """Each shape on the mesh of eight devices, and each mesh with two of the shapes."""
+    every = [(*MESHES[2], shape) for shape in shapes]
+    others = [(*mesh, shapes[(i + j) % len(shapes)]) for i, mesh in enumerate(MESHES) if i != 2 for j in (0, 2)]
+    chosen = [*every, others[5]]
+    return pytest.mark.parametrize(("sizes", "names", argument), often(chosen, [*every, *others], 3), ids=name_of)
 
 
 def on_devices(function, terms, mesh, names, check_vma=False):
@@ -38,18 +45,15 @@ def terms_of(count, shape, dtype="float32"):
 class TestBytes:
     """Those of an oracle in NumPy, on every mesh."""
 
-    @over_meshes
-    @pytest.mark.parametrize(
-        ("shape", "axis"), [((64, 64), 0), ((16, 256), 1), ((24, 5), 0), ((48,), -1), ((3, 16, 7), 1)], ids=name_of
-    )
-    def test_reduce_scatter(self, sizes, names, shape, axis):
+    @over_meshes("where", [((64, 64), 0), ((16, 256), 1), ((24, 5), 0), ((48,), -1), ((3, 16, 7), 1)])
+    def test_reduce_scatter(self, sizes, names, where):
+        shape, axis = where
         mesh = mesh_of(sizes, names="".join(sorted(names)))
         terms = terms_of(mesh.size, shape)
         summed = functools.partial(jlp.reduce_scatter_quantized, axis_name=names, axis=axis, key=KEY)
         assert_same_bytes(on_devices(summed, terms, mesh, names), np.stack(oracle.reduce_scatter(terms, axis, WORDS)))
 
-    @over_meshes
-    @pytest.mark.parametrize("shape", [(64, 64), (24, 5), (), (1,), (9000,)], ids=name_of)
+    @over_meshes("shape", [(64, 64), (24, 5), (), (1,), (9000,)])
     def test_all_reduce(self, sizes, names, shape):
         mesh = mesh_of(sizes, names="".join(sorted(names)))
         terms = terms_of(mesh.size, shape)
