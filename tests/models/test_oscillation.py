@@ -62,10 +62,10 @@ def by_oracle(reset, w, quantized, steps=STEPS):
 def run(reset, w, update=None, name="up"):
     """The weight after each step."""
     update = update or jax.jit(reset.update)
-    params = {name: {"kernel": w, "bias": np.ones(w.shape[-1], np.float32)}}
+    params = jax.device_put({name: {"kernel": w, "bias": np.ones(w.shape[-1], np.float32)}})
     state, found = reset.init(params), []
     for step in range(STEPS):
-        params = {name: {**params[name], "kernel": walk(step, params[name]["kernel"])}}
+        params = {name: {**params[name], "kernel": jax.device_put(walk(step, params[name]["kernel"]))}}
         params, state = update(params, state, step)
         found.append(params[name]["kernel"])
     assert_same_bytes(params[name]["bias"], np.ones(w.shape[-1], np.float32))

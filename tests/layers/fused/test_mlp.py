@@ -84,9 +84,7 @@ def test_any_activation(recipe, activation, saved):
     ids=str,
 )
 @pytest.mark.parametrize("saved", often(["recompute"], SAVED))
-@pytest.mark.parametrize(
-    "recipe", often(["fp8_current"], ["nvfp4", "mxfp8", "fp8_current", "nvfp4_qat"])
-)
+@pytest.mark.parametrize("recipe", often(["fp8_current"], ["nvfp4", "mxfp8", "fp8_current", "nvfp4_qat"]))
 def test_any_shape_and_dtype(recipe, saved, shape, hidden, dtype):
     x, kernels, biases, dy = mlp_operands(shape, hidden, 19, dtype=dtype)
     options = {"biases": biases, "recipe": EVERY[recipe], "states": states_for(EVERY[recipe], 3)}

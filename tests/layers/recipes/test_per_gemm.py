@@ -188,7 +188,7 @@ class TestResiduals:
         assert actual == sorted(expected)
 
     def test_checkpoint_names_save_quantising_again(self):
-        recipe = jlp.PerGemm(MXFP8, BLOCK, NVFP4)
+        recipe = jlp.PerGemm(MXFP8, BLOCK, CURRENT)
         x, weights = random_array((32, 64)), np.asarray(random_array((2, 64, 64), "float32", 1)) / 8
         layer = functools.partial(jlp.linear, recipe=recipe)
         run = functools.partial(quantizations_and_gradients, layer, x, weights)
@@ -267,7 +267,7 @@ SPLIT = [
 
 
 class TestTransformations:
-    recipe = jlp.PerGemm(MXFP8, BLOCK, NVFP4)
+    recipe = jlp.PerGemm(MXFP8, BLOCK, UNROTATED)
     x, w, dy = jax.device_get(
         (random_array((2, 128, 64)), random_array((2, 64, 48), "float32", 1), random_array((2, 128, 48), seed=2))
     )
