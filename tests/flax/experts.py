@@ -2,11 +2,12 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from tests.flax.libraries import weighted
 
 EXPERTS, WIDTH, HIDDEN, K = 8, 64, 32, 2
-X = jax.random.normal(jax.random.key(0), (8, 16, WIDTH), jnp.bfloat16)
+X = np.random.default_rng(0).standard_normal((8, 16, WIDTH)).astype(jnp.bfloat16)
 
 
 def block(library, experts=EXPERTS, k=K, **options):

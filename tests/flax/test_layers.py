@@ -93,7 +93,7 @@ class TestLayers:
             assert (a.shape, a.dtype) == (e.shape, e.dtype)
             a, e = (np.asarray(v).astype(np.float64) for v in (a, e))
             assert np.linalg.norm(a - e) < 0.3 * np.linalg.norm(e)  # NVFP4's error, numerics.md 11
-        assert jnp.any(actual[0] != expected[0])
+        assert np.any(np.asarray(actual[0]) != np.asarray(expected[0]))
 
     def test_the_contexts_recipe_is_that_of_an_argument(self, library, name):
         own, x = made(library, name, recipe=FULL)
@@ -120,7 +120,7 @@ def test_a_kernel_is_quantised_once_for_many_calls(library, name):
     once, expected = model.quantized_once(x), under_the_recipe(library, name)
     program = once.program(x).compile()
     assert_same_bytes(program(model.tree, x), expected)
-    changed = model.tree | {"kernel": 2 * model.tree["kernel"]}
+    changed = model.tree | {"kernel": 2 * np.asarray(model.tree["kernel"])}
     assert_same_bytes(program(changed, x)[0], expected[0])
 
 
@@ -129,7 +129,8 @@ class TestMasterWeight:
 
     def is_rounded(self, gradient):
         assert gradient.dtype == jnp.float32
-        return jnp.mean(gradient == gradient.astype(jnp.bfloat16))
+        gradient = np.asarray(gradient)
+        return np.mean(gradient == gradient.astype(jnp.bfloat16))
 
     def test_gets_a_gradient_that_is_not_rounded_to_bfloat16(self, library):
         y, gradients, _ = under_the_recipe(library.name, "linear bf16")
@@ -167,8 +168,8 @@ class TestRandomStream:
 
     def test_is_optional_and_decides_the_bits_where_given(self, library):
         results = self.results(library, FULL)
-        (y, *a), (z, *b), (_, *again) = (results(jax.random.key(i)) for i in (0, 1, 0))
-        assert jnp.any(a[0]["kernel"] != b[0]["kernel"]) and jnp.any(a[1] != b[1])
+        (y, *a), (z, *b), (_, *again) = (jax.device_get(results(jax.random.key(i))) for i in (0, 1, 0))
+        assert np.any(a[0]["kernel"] != b[0]["kernel"]) and np.any(a[1] != b[1])
         assert_same_bytes(again, a)
         keyless = under_the_recipe(library.name, "linear bf16")
         assert_same_bytes((y, z), (keyless[0], keyless[0]))
@@ -200,7 +201,7 @@ def model_of(library, scan, remat):
 
 
 class TestModels:
-    x = jax.random.normal(jax.random.key(0), (32, 32)).astype(jnp.bfloat16)
+    x = np.random.default_rng(0).standard_normal((32, 32)).astype(jnp.bfloat16)
 
     @pytest.mark.parametrize(
         ("scan", "remat"),

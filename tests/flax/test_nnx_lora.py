@@ -8,6 +8,7 @@ import pytest
 from flax import nnx
 
 import jaxlowprec as jlp
+from tests.flax.libraries import filled
 from tests.helpers import assert_same_bytes, random_array
 
 X = random_array((2, 8, 64))
@@ -40,6 +41,10 @@ class Model(nnx.Module):
         return self.head(x)
 
 
+def made():
+    return filled(Model)
+
+
 class Own(nnx.Linear):
     """Somebody's layer."""
 
@@ -51,7 +56,8 @@ def set_adapters(model, seed=0):
     """Adapters as after training: b is not zero any more."""
     for path, variable in nnx.to_flat_state(nnx.state(model, nnx.LoRAParam)):
         number = seed + sum(map(ord, "/".join(map(str, path))))
-        variable.set_value(random_array(variable.get_value().shape, "bfloat16", number) * 0.1)
+        b = np.float32(random_array(variable.get_value().shape, "bfloat16", number)) / 8
+        variable.set_value(jax.device_put(b.astype(jnp.bfloat16)))
         nnx.update(model, nnx.from_flat_state([(path, variable)]))
     return model
 
@@ -79,8 +85,9 @@ class TestLoRALinear:
             layer = jlp.nnx.LoRALinear(64, 48, lora_rank=4, lora_alpha=8, name="up", rngs=nnx.Rngs(3))
             plain = jlp.nnx.Linear(64, 48, name="up", rngs=nnx.Rngs(3))
             layer.lora.lora_b[...] = random_array((4, 48), "float32", 1)
-            added = 2 * (X.astype(jnp.float32) @ layer.lora.lora_a[...] @ layer.lora.lora_b[...])
-            np.testing.assert_allclose(layer(X) - plain(X), added, rtol=0.05, atol=0.05)
+            added = 2 * (np.float32(X) @ np.asarray(layer.lora.lora_a[...]) @ np.asarray(layer.lora.lora_b[...]))
+            found = np.asarray(run(layer, X)) - np.asarray(run(plain, X))
+            np.testing.assert_allclose(found, added, rtol=0.05, atol=0.05)
 
     @pytest.mark.parametrize(
         ("options", "said"), [({"lora_rank": 0}, "lora_rank=0"), ({"lora_rank": 4, "lora_alpha": 0}, "alpha=0")]
@@ -93,7 +100,7 @@ class TestLoRALinear:
 class TestAddLora:
     @pytest.mark.slow
     def test_names_and_adapts_what_the_patterns_choose(self):
-        model, options = Model(), {"rngs": nnx.Rngs(1)}
+        model, options = made(), {"rngs": nnx.Rngs(1)}
         before = run(model, X)
         assert jlp.nnx.add_lora(model, 4, exclude=("head", "out"), **options) is model
         adapted = {
@@ -112,7 +119,7 @@ class TestAddLora:
         assert_same_bytes(run(model, X), before)
 
     def test_explain_names_the_adapters(self):
-        model = jlp.nnx.add_lora(Model(), 4, include=("up", "out"), rngs=nnx.Rngs(1))
+        model = jlp.nnx.add_lora(made(), 4, include=("up", "out"), rngs=nnx.Rngs(1))
         notes = {layer.path: layer.note for layer in jlp.explain(model, NVFP4).layers}
         assert notes["attention/out"] == notes["up"] == "adapter of rank 4"
         assert "adapter" not in notes["down"]
@@ -122,16 +129,16 @@ class TestAddLora:
         with pytest.raises(TypeError, match="nnx.add_lora: model is a dict; needs an NNX module"):
             add({}, 4, rngs=rngs)
         with pytest.raises(ValueError, match="rank=0"):
-            add(Model(), 0, rngs=rngs)
+            add(made(), 0, rngs=rngs)
         with pytest.raises(TypeError, match="rngs=3; needs nnx.Rngs"):
-            add(Model(), 4, rngs=3)
+            add(made(), 4, rngs=3)
         with pytest.raises(ValueError, match=r"choose none of the .* layers 'attention/key', 'attention/out'"):
-            add(Model(), 4, include=("nothing",), rngs=rngs)
+            add(made(), 4, include=("nothing",), rngs=rngs)
         with pytest.raises(ValueError, match="the layer 'up' has an adapter already; leave it out with exclude="):
-            add(jlp.nnx.add_lora(Model(), 4, include=("up",), rngs=rngs), 4, rngs=rngs)
+            add(jlp.nnx.add_lora(made(), 4, include=("up",), rngs=rngs), 4, rngs=rngs)
 
         with pytest.raises(ValueError, match="the layer 'up' is a Own, a subclass"):
-            model = Model()
+            model = made()
             model.up = Own(8, 8, rngs=rngs)
             add(model, 4, rngs=rngs)
 
@@ -140,7 +147,7 @@ class TestTraining:
     @pytest.mark.slow
     @pytest.mark.parametrize("kernels", ["arrays", *SERVED])
     def test_only_adapters_change_and_the_loss_falls(self, kernels):
-        model, recipe = jlp.nnx.convert(Model()), NVFP4
+        model, recipe = jlp.nnx.convert(made()), NVFP4
         if kernels in SERVED:
             model, recipe = jlp.quantize_params(model, jlp.WeightQAT(SERVED[kernels])), None
         jlp.nnx.add_lora(model, 4, rngs=nnx.Rngs(1))
@@ -165,7 +172,7 @@ class TestTraining:
 class TestMerging:
     @pytest.mark.parametrize("fmt", [None, *SERVED.values()], ids=["arrays", *SERVED])
     def test_gives_the_same_results_from_plain_layers(self, fmt):
-        model = Model()
+        model = made()
         if fmt is not None:
             model = jlp.quantize_params(jlp.nnx.convert(model), jlp.WeightQAT(fmt))
         model = set_adapters(jlp.nnx.add_lora(model, 4, alpha=2, rngs=nnx.Rngs(1)))
@@ -177,7 +184,7 @@ class TestMerging:
         assert jax.tree.leaves(nnx.state(model, nnx.LoRAParam))  # the model keeps its own
 
     def test_a_merged_model_is_quantised_again(self):
-        model = set_adapters(jlp.nnx.add_lora(Model(), 4, alpha=2, rngs=nnx.Rngs(1)))
+        model = set_adapters(jlp.nnx.add_lora(made(), 4, alpha=2, rngs=nnx.Rngs(1)))
         recipe = jlp.WeightQAT(jlp.NVFP4())
         served = jlp.quantize_params(jlp.nnx.merge_lora(model), recipe)
         with jlp.autocast(recipe):
@@ -185,4 +192,4 @@ class TestMerging:
 
     def test_a_model_without_adapters_is_refused(self):
         with pytest.raises(ValueError, match="the model has no layer with an adapter; jaxlowprec.nnx.add_lora adds"):
-            jlp.nnx.merge_lora(Model())
+            jlp.nnx.merge_lora(made())

@@ -13,7 +13,8 @@ from tests.helpers import ONE_OF_EACH, assert_same_bytes, format_name, often, ra
 from tests.sharding.meshes import by_axis_type, mesh_of, on_mesh
 
 FORMATS = (*ONE_OF_EACH, jlp.Int4(group_size=32), jlp.Int4(group_size=32, symmetric=False))
-over_formats = pytest.mark.parametrize("fmt", FORMATS, ids=format_name)
+OF_EACH_SCALING = (jlp.NVFP4(), jlp.MXFP8(), jlp.Float8Block(), jlp.Float8Tensor(), jlp.Int4(32, symmetric=False))
+over_formats = pytest.mark.parametrize("fmt", often(OF_EACH_SCALING, FORMATS), ids=format_name)
 over_orientations = pytest.mark.parametrize("axis", [-1, -2], ids=["rowwise", "columnwise"])
 over_gathered_axes = pytest.mark.parametrize("gathered", [0, 1], ids=["rows", "columns"])
 
@@ -37,7 +38,7 @@ def gather_on(mesh, x, quantize, gathered, axis_name="a", check_vma=False):
 
     function = jax.shard_map(all_devices, mesh=mesh, in_specs=spec, out_specs=P(axis_name), check_vma=check_vma)
     result, found = on_mesh(function, [x], [spec], mesh)
-    return [jax.tree.map(lambda leaf, i=i: leaf[i], result) for i in range(mesh.size)], found
+    return [jax.tree.map(lambda leaf, i=i: leaf[i], jax.device_get(result)) for i in range(mesh.size)], found
 
 
 @pytest.mark.sampled(5)
@@ -46,7 +47,7 @@ def gather_on(mesh, x, quantize, gathered, axis_name="a", check_vma=False):
 @over_gathered_axes
 @pytest.mark.parametrize("devices", often([8], [1, 2, 8]))
 def test_the_bytes_are_those_of_the_whole_array(fmt, axis, gathered, devices):
-    shape = [256, 256]
+    shape = [128, 128]
     shape[gathered] = 128 * devices
     x = random_array(tuple(shape), seed=1)
     quantize = functools.partial(jlp.quantize, fmt=fmt, axis=axis)
@@ -63,6 +64,7 @@ def test_the_bytes_are_those_of_the_whole_array(fmt, axis, gathered, devices):
         assert travelling == whole.data.size + whole.scale.size - per_tensor + points
 
 
+@pytest.mark.sampled(3)
 @over_orientations
 @over_gathered_axes
 @pytest.mark.parametrize("check_vma", [True, False])
@@ -76,7 +78,7 @@ def test_rotated_and_along_two_mesh_axes(axis, gathered, check_vma):
     assert sum(reductions) == (1 if check_vma else 3)  # the amax; unless its type says so, also whether all agree
 
 
-@pytest.mark.parametrize("fmt", [jlp.NVFP4(), jlp.MXFP8(), jlp.Float8Tensor()], ids=format_name)
+@pytest.mark.parametrize("fmt", often([jlp.NVFP4()], [jlp.NVFP4(), jlp.MXFP8(), jlp.Float8Tensor()]), ids=format_name)
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_drawn_signs_are_those_of_all_shards_or_nothing_is(fmt, check_vma):
     x, rotation = random_array((512, 128), seed=2), jlp.Hadamard(128, "drawn")
@@ -92,7 +94,7 @@ def test_drawn_signs_are_those_of_all_shards_or_nothing_is(fmt, check_vma):
     for q in held:
         assert_same_bytes(q, quantize(x, key))
     for q in gather_on(mesh_of((4,)), x, with_own, 0, check_vma=check_vma)[0]:
-        assert jnp.isnan(q.dequantize()).all()
+        assert np.isnan(np.float32(q.dequantize())).all()
 
 
 @pytest.mark.parametrize("fmt", [jlp.Float8Block(), jlp.Float8Block(block=(128, 128)), jlp.NVFP4()], ids=format_name)
@@ -108,7 +110,7 @@ def test_both_layouts_follow(fmt):
 
 
 def test_batch_axes_bring_their_own_amaxes():
-    x = random_array((8, 32, 64), seed=4) * np.arange(1, 9).astype(jnp.bfloat16)[:, None, None]
+    x = np.asarray(random_array((8, 32, 64), seed=4)) * np.arange(1, 9).astype(jnp.bfloat16)[:, None, None]
     spec = P("a")
 
     def local(shard):
@@ -136,7 +138,7 @@ def test_shards_that_do_not_share_their_tensor_scale_are_nan(fmt, check_vma):
 
     x = random_array((64, 64), "float32", 6)
     assert np.isnan(gathered(x)).all()
-    same = jnp.concatenate([x[:32], x[:32]])
+    same = np.concatenate([np.asarray(x)[:32]] * 2)
     assert_same_bytes(gathered(same)[0], np.asarray(jlp.quantize(same, fmt).dequantize()).astype(np.float32))
 
 
@@ -181,12 +183,12 @@ class TestAllToAll:
         quantize = functools.partial(jlp.quantize, fmt=fmt, axis=axis)
         if fmt.has_tensor_scale:
             quantize = functools.partial(quantize, amax=jnp.float32(3))
-        found = self.exchanged(mesh_of((2,)), random_array((2, 512, 512), seed=1), quantize, split, together)
+        found = self.exchanged(mesh_of((2,)), random_array((2, 256, 256), seed=1), quantize, split, together)
         assert {kind for kind, _ in found} <= {"all-to-all", "all-reduce"}
 
     @over_formats
     def test_along_batch_axes_with_amaxes_of_their_own(self, fmt):
-        x = random_array((8, 4, 8, 128, 128), seed=2) * np.arange(1, 9).astype(jnp.bfloat16)[:, None, None]
+        x = np.asarray(random_array((8, 2, 8, 128, 128), seed=2)) * np.arange(1, 9).astype(jnp.bfloat16)[:, None, None]
         self.exchanged(mesh_of((2, 4)), x, functools.partial(jlp.quantize, fmt=fmt), 1, 0, ("a", "b"))
 
     def test_from_a_batch_axis_to_rows(self):
@@ -229,10 +231,11 @@ class TestAllToAll:
 class TestAxisName:
     """quantize and quantize_both of a shard scale by the amax of the whole."""
 
-    @pytest.mark.parametrize("hadamard", [False, True])
+    @pytest.mark.parametrize("hadamard", often([True], [False, True]))
     @pytest.mark.parametrize("check_vma", [True, False])
     def test_shards_are_those_of_the_whole(self, hadamard, check_vma):
-        x = random_array((64, 128), seed=9).at[3, 5].set(1e3)
+        x = np.array(random_array((64, 128), seed=9))
+        x[3, 5] = 1e3
 
         def both(x, **options):
             row, column = jlp.quantize_both(x, jlp.NVFP4(), hadamard, **options)
@@ -249,7 +252,8 @@ class TestAxisName:
         assert_same_bytes(jax.jit(function)(x), both(x))
 
     def test_a_nan_in_one_shard_reaches_all(self):
-        x = random_array((64, 64)).at[0, 0].set(jnp.nan)
+        x = np.array(random_array((64, 64)))
+        x[0, 0] = np.nan
 
         def local(shard):
             return jlp.quantize(shard, jlp.NVFP4(), axis_name="a").dequantize()

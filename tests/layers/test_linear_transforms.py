@@ -16,20 +16,21 @@ from tests.sharding import meshes
 pytestmark = pytest.mark.sampled(5)
 
 FULL = jlp.NVFP4BlockScaling()
-linear = functools.partial(jlp.linear, recipe=FULL)
+linear = jax.jit(functools.partial(jlp.linear, recipe=FULL))
 
 
+@jax.jit
 def gradients(x, w, dy, **options):
-    return jax.vjp(lambda x, w: linear(x, w, **options), x, w)[1](dy)
+    return jax.vjp(lambda x, w: jlp.linear(x, w, recipe=FULL, **options), x, w)[1](dy)
 
 
 def stacked(results):
-    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *results)
+    return jax.tree.map(lambda *leaves: np.stack(leaves), *jax.device_get(results))
 
 
 class TestVmap:
-    x, dy = random_array((3, 32, 64)), random_array((3, 32, 48), seed=2)
-    kernels = random_array((3, 64, 48), "float32", 1)
+    x, dy = jax.device_get((random_array((3, 32, 64)), random_array((3, 32, 48), seed=2)))
+    kernels = np.asarray(random_array((3, 64, 48), "float32", 1))
 
     @pytest.mark.parametrize("keyed", [False, True])
     def test_over_all_is_the_loop(self, keyed):
@@ -39,27 +40,25 @@ class TestVmap:
             return linear(x, w), gradients(x, w, dy, key=key)
 
         loop = [one(self.x[i], self.kernels[i], self.dy[i], keys[i] if keyed else None) for i in range(3)]
-        mapped = jax.vmap(one, in_axes=(0, 0, 0, 0 if keyed else None))(self.x, self.kernels, self.dy, keys)
+        mapped = jax.jit(jax.vmap(one, in_axes=(0, 0, 0, 0 if keyed else None)))(self.x, self.kernels, self.dy, keys)
         assert_same_bytes(mapped, stacked(loop))
 
     def test_over_x_alone_is_the_loop(self):
         w = self.kernels[0]
-        one = functools.partial(gradients, w=w)
-        mapped = jax.vmap(lambda x, dy: one(x, dy=dy))(self.x, self.dy)
-        assert_same_bytes(mapped, stacked([one(self.x[i], dy=self.dy[i]) for i in range(3)]))
+        mapped = jax.jit(jax.vmap(lambda x, dy: gradients(x, w, dy)))(self.x, self.dy)
+        assert_same_bytes(mapped, stacked([gradients(self.x[i], w, self.dy[i]) for i in range(3)]))
 
     def test_over_another_axis_and_over_a_quantised_kernel(self):
         quantized = jlp.quantize_kernel(self.kernels, FULL)
-        mapped = jax.vmap(lambda x, q: linear(x, None, quantized_kernel=q), in_axes=(1, 0))(
-            self.x.swapaxes(0, 1), quantized
-        )
-        assert_same_bytes(mapped, jnp.stack([linear(self.x[i], self.kernels[i]) for i in range(3)]))
+        mapped = jax.jit(jax.vmap(lambda x, q: linear(x, None, quantized_kernel=q), in_axes=(1, 0)))
+        found = mapped(self.x.swapaxes(0, 1), quantized)
+        assert_same_bytes(found, np.stack([linear(self.x[i], self.kernels[i]) for i in range(3)]))
 
     def test_the_gradient_of_a_vmap_sums_over_what_is_shared(self):
         w = self.kernels[0]
-        mapped = jax.vjp(lambda w: jax.vmap(lambda x: linear(x, w))(self.x), w)[1](self.dy)[0]
-        loop = [gradients(self.x[i], w, self.dy[i])[1] for i in range(3)]
-        np.testing.assert_allclose(mapped, sum(loop), rtol=1e-5, atol=1e-4)
+        of_all = jax.jit(lambda w, dy: jax.vjp(lambda w: jax.vmap(lambda x: linear(x, w))(self.x), w)[1](dy)[0])
+        loop = [np.asarray(gradients(self.x[i], w, self.dy[i])[1]) for i in range(3)]
+        np.testing.assert_allclose(of_all(w, self.dy), sum(loop), rtol=1e-5, atol=1e-4)
 
 
 class TestScanAndRemat:
@@ -75,10 +74,14 @@ class TestScanAndRemat:
         return x.astype(jnp.float32).sum()
 
     def grads(self, *args):
-        return jax.grad(self.loss, argnums=(0, 1))(self.x, self.weights, *args)
+        return jax.jit(lambda x, weights: jax.grad(self.loss, argnums=(0, 1))(x, weights, *args))(self.x, self.weights)
+
+    @functools.cached_property
+    def of_a_scan(self):
+        return self.grads(True)
 
     def test_gradients_in_a_scan_are_those_of_the_loop(self):
-        dx, dw = self.grads(True)
+        dx, dw = self.of_a_scan
         expected_dx, expected_dw = self.grads(False)
         for actual, expected in ((dx, expected_dx), (dw, expected_dw)):  # gelu is fused otherwise: a few codes move
             a, e = (np.asarray(v).astype(np.float64) for v in (actual, expected))
@@ -89,14 +92,13 @@ class TestScanAndRemat:
     def test_remat_in_a_scan_keeps_loss_and_gradients(self, names):
         policy = jax.checkpoint_policies.save_only_these_names(*names)
         wrap = functools.partial(jax.checkpoint, policy=policy)
-        for actual, expected in zip(self.grads(True, wrap), self.grads(True), strict=True):
+        for actual, expected in zip(self.grads(True, wrap), self.of_a_scan, strict=True):
             a, e = (np.asarray(v).astype(np.float64) for v in (actual, expected))
             assert np.linalg.norm(a - e) < 0.05 * np.linalg.norm(e)
 
     def test_grad_within_a_checkpointed_function(self):
-        x, w = self.x, self.weights[0]
-        dy = random_array((32, 64), seed=3)
-        assert_same_bytes(jax.checkpoint(gradients)(x, w, dy), gradients(x, w, dy))
+        x, w, dy = self.x, np.asarray(self.weights)[0], random_array((32, 64), seed=3)
+        assert_same_bytes(jax.jit(jax.checkpoint(gradients))(x, w, dy), gradients(x, w, dy))
 
 
 @pytest.fixture(scope="module")
@@ -173,13 +175,13 @@ class TestShardMap:
     def test_over_rows_is_the_loop_over_shards(self, check_vma):
         mesh = meshes.mesh_of((4,), names=("data",))
         mapped = jax.shard_map(linear, mesh=mesh, in_specs=(P("data"), P()), out_specs=P("data"), check_vma=check_vma)
-        xs, dys = jnp.split(self.x, 4), jnp.split(self.dy, 4)
-        assert_same_bytes(mapped(self.x, self.w), jnp.concatenate([linear(x, self.w) for x in xs]))
+        xs, dys = np.split(np.asarray(self.x), 4), np.split(np.asarray(self.dy), 4)
+        assert_same_bytes(jax.jit(mapped)(self.x, self.w), np.concatenate([linear(x, self.w) for x in xs]))
         dx, dw = jax.jit(jax.grad(lambda x, w: (mapped(x, w).astype(jnp.float32) * self.dy).sum(), argnums=(0, 1)))(
             self.x, self.w
         )
-        loop = [gradients(x, self.w, dy) for x, dy in zip(xs, dys, strict=True)]
-        assert_same_bytes(dx, jnp.concatenate([g[0] for g in loop]))
+        loop = [jax.device_get(gradients(x, self.w, dy)) for x, dy in zip(xs, dys, strict=True)]
+        assert_same_bytes(dx, np.concatenate([g[0] for g in loop]))
         np.testing.assert_allclose(dw, sum(g[1] for g in loop), rtol=1e-5, atol=1e-4)
 
     def test_gradient_of_a_replicated_kernel_is_reduced(self):
@@ -188,11 +190,11 @@ class TestShardMap:
         def step(x, w, dy):
             return jax.grad(lambda w: (linear(x, w).astype(jnp.float32) * dy).sum())(w)
 
-        dw = jax.shard_map(step, mesh=mesh, in_specs=(P("data"), P(), P("data")), out_specs=P())(
-            self.x, self.w, self.dy
-        )
-        shards = zip(jnp.split(self.x, 4), jnp.split(self.dy, 4), strict=True)
-        np.testing.assert_allclose(dw, sum(step(x, self.w, dy) for x, dy in shards), rtol=1e-5, atol=1e-4)
+        mapped = jax.jit(jax.shard_map(step, mesh=mesh, in_specs=(P("data"), P(), P("data")), out_specs=P()))
+        dw, step = mapped(self.x, self.w, self.dy), jax.jit(step)
+        shards = zip(np.split(np.asarray(self.x), 4), np.split(np.asarray(self.dy), 4), strict=True)
+        expected = sum(np.asarray(step(x, self.w, dy)) for x, dy in shards)
+        np.testing.assert_allclose(dw, expected, rtol=1e-5, atol=1e-4)
 
 
 def test_shapes_and_dtypes_need_no_data():

@@ -14,21 +14,28 @@ from jax.sharding import PartitionSpec as P
 
 import jaxlowprec as jlp
 from jaxlowprec.wiring import native
+from tests.flax.libraries import numbers
 from tests.helpers import assert_same_bytes, random_array
 from tests.sharding.meshes import by_axis_type, mesh_of, place
 
 pytestmark = pytest.mark.sampled(5)
 
+
+def tenth(shape, seed):
+    return jax.device_put(np.asarray(random_array(shape, "float32", seed)) * np.float32(0.1))
+
+
 KEY = jax.random.key(0)
 X = random_array((8, 64), "float32")
 PARAMS = {
-    "stack": {"up": {"kernel": random_array((3, 64, 96), "float32", 1) * 0.1, "bias": jnp.ones((3, 96))}},
-    "down": {"w": random_array((64, 96), "float32", 2) * 0.1},
+    "stack": {"up": {"kernel": tenth((3, 64, 96), 1), "bias": np.ones((3, 96), np.float32)}},
+    "down": {"w": tenth((64, 96), 2)},
     "norm": {"kernel": random_array((64, 4), "float32", 3)},
 }
 FORMATS = {"array": None, "nvfp4": jlp.NVFP4(), "int4": jlp.Int4(32)}
 
 
+@functools.cache
 def base(fmt):
     """The parameters, their kernels quantised along the axis that `function` contracts."""
     if fmt is None:
@@ -40,7 +47,7 @@ def base(fmt):
 
 def trained(adapters):
     """Adapters as after training: b is not zero any more."""
-    return jax.tree.map(lambda leaf: random_array(leaf.shape, "float32", leaf.size) * 0.1, adapters)
+    return jax.tree.map(lambda leaf: tenth(leaf.shape, leaf.size), adapters)
 
 
 def function(params, x):
@@ -175,7 +182,8 @@ class TestQuantizedParameters:
     def test_two_products_of_one_weight(self):
         q = jlp.quantize(random_array((64, 64), "float32", 5), jlp.Int4(32), axis=-2)
         twice = jlp.quantize_matmuls(lambda w, x: x @ w @ w, None)
-        np.testing.assert_allclose(twice(q, X), X @ jlp.dequantize(q) @ jlp.dequantize(q), rtol=1e-3, atol=1e-3)
+        w = np.asarray(jlp.dequantize(q))
+        np.testing.assert_allclose(jax.jit(twice)(q, X), np.asarray(X) @ w @ w, rtol=1e-3, atol=1e-3)
 
 
 class TestUnderARecipe:
@@ -183,14 +191,14 @@ class TestUnderARecipe:
         recipe = jlp.NVFP4BlockScaling()
         adapters = trained(jlp.lora.init(KEY, PARAMS, 4, include=("down",)))
         quantized = jlp.quantize_matmuls(lambda params, x: x @ params["down"]["w"], recipe)
-        w = PARAMS["down"]["w"]
-        expected = jlp.linear(X, jlp.lora.LoRAKernel(w, adapters["down"]), recipe=recipe, name="down")
-        assert_same_bytes(quantized(jlp.lora.apply(PARAMS, adapters), X), expected)
+        kernel = jlp.lora.LoRAKernel(PARAMS["down"]["w"], adapters["down"])
+        expected = jax.jit(lambda w: jlp.linear(X, w, recipe=recipe, name="down"))(kernel)
+        assert_same_bytes(jax.jit(quantized)(jlp.lora.apply(PARAMS, adapters), X), expected)
 
     def test_a_stack_whose_ends_stay_in_high_precision(self):
         rules = jlp.PerLayer.keep_ends(jlp.NVFP4BlockScaling(), first=1, last=1, block="stack")
         adapters = trained(jlp.lora.init(KEY, PARAMS, 4, include=("stack",)))
-        quantized = jlp.quantize_matmuls(function, rules)
+        quantized = jax.jit(jlp.quantize_matmuls(function, rules))
         merged = quantized(jlp.lora.merge(PARAMS, adapters), X)
         assert_same_bytes(quantized(jlp.lora.apply(PARAMS, adapters), X), merged)
 
@@ -207,13 +215,18 @@ class Attention(nn.Module):
         return nn.Dense(16, name="up")(nn.MultiHeadDotProductAttention(4, name="attention")(x))
 
 
+def initialised(model, x):
+    """Its variables, of NumPy's normal numbers."""
+    return numbers(jax.eval_shape(model.init, KEY, x))
+
+
 class TestLinen:
     axes = {".*/(query|key|value)": (0, 1), ".*/out": (0, 2)}  # noqa: RUF012
 
     def test_a_converted_model_trains_its_adapters(self):
         x = random_array((2, 8, 64))
         model = jlp.linen.convert(Attention(), jlp.NVFP4BlockScaling())
-        params = model.init(KEY, x)["params"]
+        params = initialised(model, x)["params"]
         adapters = jlp.lora.init(KEY, params, 4, axes=self.axes, dtype="float32")
         assert len(adapters) == 5
         optimizer = optax.adam(1e-2)
@@ -238,21 +251,22 @@ class TestLinen:
     def test_a_model_served_in_four_bits_takes_adapters(self, converted):
         x = random_array((2, 8, 64))
         model = jlp.linen.convert(Attention()) if converted else jlp.linen.Dense(16, name="up")
-        variables = model.init(KEY, x)
+        variables = initialised(model, x)
         served = jlp.quantize_params(model, jlp.WeightQAT(jlp.NVFP4()), variables, x)["params"]
         adapters = trained(jlp.lora.init(KEY, served, 4, exclude=()))
-        actual = model.apply({"params": jlp.lora.apply(served, adapters)}, x)
+        apply = jax.jit(model.apply)
+        actual = apply({"params": jlp.lora.apply(served, adapters)}, x)
         matrices = jlp.lora.merge(served, adapters)
         merged = jax.tree.map(operator.methodcaller("reshape", -1), matrices)
         merged = jax.tree.map(lambda leaf, like: leaf.reshape(like.shape), merged, variables["params"])
-        np.testing.assert_allclose(actual, model.apply({"params": merged}, x), rtol=0.05, atol=0.05)
+        np.testing.assert_allclose(actual, apply({"params": merged}, x), rtol=0.05, atol=0.05)
         note = jlp.explain(model, None, {"params": jlp.lora.apply(served, adapters)}, x).layers[0].note
         assert note == "loaded, adapter of rank 4"
 
     def test_an_operand_of_another_dtype_is_refused(self):
         x = random_array((8, 64))
         layer = jlp.linen.Dense(16)
-        params = layer.init(KEY, x)["params"]
+        params = initialised(layer, x)["params"]
         params = jlp.lora.apply({"up": params}, jlp.lora.init(KEY, {"up": params}, 4))["up"]
         with pytest.raises(TypeError, match="complex64; needs bfloat16"):
             layer.apply({"params": params}, jnp.ones((8, 64), jnp.complex64))
@@ -265,7 +279,7 @@ class TestMeshes:
         return jnp.sum(jnp.sin(jlp.linear(x, jlp.lora.apply(params, adapters)["up"])))
 
     def operands(self, fmt):
-        w = random_array((64, 32), "float32", 1) * 0.1
+        w = tenth((64, 32), 1)
         params = {"up": w if fmt is None else jlp.quantize(w, fmt, axis=-2)}
         return trained(jlp.lora.init(KEY, params, 4)), params, X
 
@@ -286,7 +300,7 @@ class TestMeshes:
 
     def test_within_shard_map_gradients_are_summed(self):
         adapters, params, x = self.operands(jlp.NVFP4())
-        expected = jax.grad(self.loss)(adapters, params, x)
+        expected = jax.jit(jax.grad(self.loss))(adapters, params, x)
         specs = jax.tree.map(lambda _: P(), (adapters, params))
 
         def summed(adapters, params, x):

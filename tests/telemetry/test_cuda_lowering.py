@@ -114,7 +114,7 @@ def targets(module, *, within_case):
 
 def test_a_step_that_is_not_measured_calls_none_of_the_kernels():
     """They are in a branch of the program, behind a barrier: without one XLA computes both branches on a GPU."""
-    recipe = jlp.NVFP4BlockScaling()
+    recipe = jlp.NVFP4BlockScaling(disable_stochastic_rounding=True)  # random bits have branches of their own
 
     def loss(params, x):
         return jlp.linear(x, params, recipe=recipe, name="up").astype(jnp.float32).sum()

@@ -8,11 +8,14 @@ from flax import linen as nn
 from flax import nnx
 
 import jaxlowprec as jlp
+from tests.flax.libraries import numbers
 from tests.helpers import assert_same_bytes, random_array
+from tests.layers.fused.layers import EXACT
 from tests.low_precision import recipes
 
 K, F = 64, 96
 X = random_array((2, 32, K), jnp.bfloat16)
+TWICE = np.asarray(X) + np.asarray(X)
 RECIPES = recipes("bf16", "nvfp4", "mxfp8", "fp8_delayed", "int4_qat")
 by_recipe = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 BF16 = {"dtype": jnp.bfloat16}
@@ -56,7 +59,7 @@ def nnx_run(model, x):
         y = nnx.merge(graph, state)(x)
         return (y.astype(jnp.float32) ** 2).sum(), y
 
-    grads, y = jax.grad(loss, has_aux=True, allow_int=True)(state, x)
+    grads, y = jax.jit(jax.grad(loss, has_aux=True, allow_int=True), compiler_options=EXACT)(state, x)
     return y, dict(nnx.to_flat_state(grads))
 
 
@@ -65,7 +68,7 @@ def linen_run(model, variables, x):
         y = model.apply(variables, x)
         return (y.astype(jnp.float32) ** 2).sum(), y
 
-    grads, y = jax.grad(loss, has_aux=True, allow_int=True)(variables, x)
+    grads, y = jax.jit(jax.grad(loss, has_aux=True, allow_int=True), compiler_options=EXACT)(variables, x)
     return y, {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree.leaves_with_path(grads)}
 
 
@@ -98,8 +101,9 @@ class TestMlp:
         separate = SeparateLinen(use_bias=True)
         mlp = jlp.linen.MLP(F, normalization="rms", use_bias=True, saved=saved, **BF16)
         with under(recipe):
-            variables = separate.init(jax.random.key(0), X)
-            assert jax.tree.structure(mlp.init(jax.random.key(1), X)) == jax.tree.structure(variables)
+            shapes = jax.eval_shape(separate.init, jax.random.key(0), X)
+            assert jax.eval_shape(mlp.init, jax.random.key(1), X) == shapes
+            variables = numbers(shapes)
             assert_same(linen_run(mlp, variables, X), linen_run(separate, variables, X), but=("norm",))
 
 
@@ -127,22 +131,32 @@ class TestNormLinear:
         with under(recipe):
             layer = jlp.nnx.NormLinear(K, SIZES, rngs=nnx.Rngs(0), **BF16)
             jlp.nnx.name_layers(layer)
-            found = layer(X)
-            h = jlp.rms_norm(X, layer.norm.scale[...])
-            for name in SIZES:
-                assert_same_bytes(found[name], getattr(layer, name)(h))
+
+            @nnx.jit
+            def both(layer, x):
+                h = jlp.rms_norm(x, layer.norm.scale[...])
+                return layer(x), {name: getattr(layer, name)(h) for name in SIZES}
+
+            found, expected = both(layer, X)
+            assert found.keys() == expected.keys()
+            assert_same_bytes(found, expected)
 
     def test_linen_has_the_bits_of_separate_layers(self, recipe):
         layer = jlp.linen.NormLinear(SIZES, normalization="layer", **BF16)
         with under(recipe):
-            variables = layer.init(jax.random.key(0), X)
-            found = layer.apply(variables, X)
-            norm = variables["params"]["norm"]
-            h = jlp.layer_norm(X, norm["scale"], norm["bias"])
-            for name, size in SIZES.items():
-                own = {kind: leaves[name] for kind, leaves in variables.items()}
-                dense = jlp.linen.Dense(size, **BF16)
-                assert_same_bytes(found[name], dense.apply(own, h))
+
+            @jax.jit
+            def both(variables, x):
+                norm, expected = variables["params"]["norm"], {}
+                h = jlp.layer_norm(x, norm["scale"], norm["bias"])
+                for name, size in SIZES.items():
+                    own = {kind: leaves[name] for kind, leaves in variables.items()}
+                    expected[name] = jlp.linen.Dense(size, **BF16).apply(own, h)
+                return layer.apply(variables, x), expected
+
+            found, expected = both(numbers(jax.eval_shape(layer.init, jax.random.key(0), X)), X)
+            assert found.keys() == expected.keys()
+            assert_same_bytes(found, expected)
 
 
 @pytest.mark.parametrize("make", [jlp.nnx.NormLinear, jlp.linen.NormLinear])
@@ -150,14 +164,14 @@ def test_a_residual_is_added_before_the_norm(make):
     with jlp.autocast(jlp.MXFP8BlockScaling()):
         if make is jlp.nnx.NormLinear:
             layer = make(K, F, rngs=nnx.Rngs(0), **BF16)
-            y, total = layer(X, X)
-            alone = layer(X + X)
+            y, total = nnx.jit(lambda layer, x, r: layer(x, r))(layer, X, X)
+            alone = nnx.jit(lambda layer, x: layer(x))(layer, TWICE)
         else:
             layer = make(F, **BF16)
-            variables = layer.init(jax.random.key(0), X)
-            y, total = layer.apply(variables, X, X)
-            alone = layer.apply(variables, X + X)
-    assert_same_bytes(total, X + X)
+            variables = numbers(jax.eval_shape(layer.init, jax.random.key(0), X))
+            y, total = jax.jit(layer.apply)(variables, X, X)
+            alone = jax.jit(layer.apply)(variables, TWICE)
+    assert_same_bytes(total, TWICE)
     assert_same_bytes(y, alone)
 
 

@@ -6,6 +6,7 @@ import pytest
 from flax import nnx
 
 import jaxlowprec as jlp
+from tests.flax.libraries import filled
 from tests.helpers import assert_same_bytes, random_array
 
 pytestmark = pytest.mark.sampled(5)
@@ -44,6 +45,11 @@ class Model(nnx.Module):
         return self.out(self.cell(self.attention(self.tied(x), x)))
 
 
+def abstract():
+    """A model without numbers, which is all that names and kinds of layers need."""
+    return nnx.eval_shape(lambda: Model(nnx.Rngs(0)))
+
+
 PATHS = [*(f"attention/{n}" for n in ("key", "out", "query", "value")), "blocks/0/up", "blocks/1/up"]
 PATHS += ["cell/cell/dense_h", "cell/cell/dense_i", "out"]
 
@@ -59,7 +65,7 @@ def flax_layer(kind, args, options, **more):
 
 class TestModel:
     def test_every_layer_is_found_and_named_by_its_path(self):
-        model = Model(nnx.Rngs(0))
+        model = abstract()
         assert jlp.nnx.convert(model) is model
         assert sorted(ours_in(model)) == sorted(PATHS)
         assert all(layer.name == path for path, layer in ours_in(model).items())
@@ -69,11 +75,11 @@ class TestModel:
         def forward(model, x):
             return model(x)
 
-        found = jlp.explain(jlp.quantize_matmuls(forward, RECIPE), RECIPE, Model(nnx.Rngs(0)), X)
+        found = jlp.explain(jlp.quantize_matmuls(forward, RECIPE), RECIPE, abstract(), X)
         assert {name for name, fmt in found.formats.items() if fmt} == set(PATHS)
 
     def test_variables_are_the_same_objects_in_the_same_places(self):
-        model = Model(nnx.Rngs(0))
+        model = abstract()
         before = nnx.to_flat_state(nnx.state(model))
         variables = {path: v for path, v in nnx.iter_graph(model) if isinstance(v, nnx.Variable)}
         jlp.nnx.convert(model, RECIPE)
@@ -82,19 +88,19 @@ class TestModel:
         assert [path for path, _ in nnx.to_flat_state(nnx.state(model))] == [path for path, _ in before]
 
     def test_without_a_recipe_results_are_flaxs(self):
-        model = Model(nnx.Rngs(0))
+        model = filled(lambda: Model(nnx.Rngs(0)))
         expected = nnx.jit(lambda m: m(X))(model)
         assert_same_bytes(nnx.jit(lambda m: m(X))(jlp.nnx.convert(model)), expected)
 
     def test_rules_choose_recipes_and_leave_layers_flaxs(self):
         rules = jlp.PerLayer((("attention/.*", jlp.MXFP8BlockScaling()), ("blocks/0/.*", None)), RECIPE)
-        model = jlp.nnx.convert(Model(nnx.Rngs(0)), rules)
+        model = jlp.nnx.convert(abstract(), rules)
         assert type(model.tied) is nnx.Linear and set(PATHS) - set(ours_in(model)) == {"blocks/0/up"}
         kinds = {path: type(layer.recipe) for path, layer in ours_in(model).items()}
         assert kinds["attention/out"] is jlp.MXFP8BlockScaling and kinds["out"] is jlp.NVFP4BlockScaling
 
     def test_high_precision_changes_nothing(self):
-        assert not ours_in(jlp.nnx.convert(Model(nnx.Rngs(0)), None))
+        assert not ours_in(jlp.nnx.convert(abstract(), None))
 
 
 @each_layer
@@ -102,8 +108,9 @@ class TestLayers:
     def test_a_converted_layer_computes_as_the_librarys(self, kind, args, options, shape):
         converted = jlp.nnx.convert(nnx.List([flax_layer(kind, args, options)]))[0]
         ours = getattr(jlp.nnx, kind)(*args, **options, name="0", rngs=nnx.Rngs(0))
+        x, run = random_array(shape), nnx.jit(lambda layer, x: layer(x))
         with jlp.autocast(RECIPE):
-            assert_same_bytes(converted(random_array(shape)), ours(random_array(shape)))
+            assert_same_bytes(run(converted, x), run(ours, x))
 
     def test_attributes_and_sharding_stay(self, kind, args, options, shape):
         with jax.set_mesh(jax.make_mesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))):
@@ -139,7 +146,7 @@ class TestWhatIsLeft:
 
     def test_a_rule_that_matches_nothing_warns(self):
         with pytest.warns(UserWarning, match="the rule 'block_0/.*' of PerLayer matches no layer.*'blocks/0/up'"):
-            jlp.nnx.convert(Model(nnx.Rngs(0)), jlp.PerLayer((("block_0/.*", None),), RECIPE))
+            jlp.nnx.convert(abstract(), jlp.PerLayer((("block_0/.*", None),), RECIPE))
 
     @pytest.mark.parametrize("model", [{}, nnx.Linear, lambda x: x])
     def test_what_is_no_model_raises(self, model):
@@ -148,7 +155,7 @@ class TestWhatIsLeft:
 
     def test_what_is_no_recipe_raises(self):
         with pytest.raises(TypeError, match=r"nnx\.convert: recipe='nvfp4'"):
-            jlp.nnx.convert(Model(nnx.Rngs(0)), "nvfp4")
+            jlp.nnx.convert(abstract(), "nvfp4")
 
     def test_layers_of_the_library_get_what_they_lack(self):
         given = ({}, {"name": "mine"}, {"recipe": None})

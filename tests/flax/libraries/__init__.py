@@ -5,8 +5,8 @@ Layers have NNX's names and arguments. A `maker` is a function that makes a modu
 
 from tests.flax.libraries.linen import Linen, LinenModel, joined
 from tests.flax.libraries.models import numbers, weighted, weights_of
-from tests.flax.libraries.nnx import Nnx, NnxModel
+from tests.flax.libraries.nnx import Nnx, NnxModel, filled
 
-__all__ = ["LIBRARIES", "LinenModel", "NnxModel", "joined", "numbers", "weighted", "weights_of"]
+__all__ = ["LIBRARIES", "LinenModel", "NnxModel", "filled", "joined", "numbers", "weighted", "weights_of"]
 
 LIBRARIES = {"linen": Linen(), "nnx": Nnx()}

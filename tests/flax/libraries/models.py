@@ -13,7 +13,7 @@ from jaxlowprec.layers.delayed_scaling import OVERWRITE_WITH_GRADIENT
 
 def weights_of(y):
     """What output gradients are in these tests."""
-    return jnp.cos(jnp.arange(y.size)).reshape(y.shape).astype(y.dtype)
+    return np.cos(np.arange(y.size, dtype=np.float32)).reshape(y.shape).astype(y.dtype)
 
 
 def weighted(y):
@@ -27,9 +27,9 @@ def numbers(tree, seed=0):
     def fill(path, leaf):
         name = jax.tree_util.keystr(path)
         if OVERWRITE_WITH_GRADIENT in name:
-            return jnp.asarray(np.full(leaf.shape, 0 if "history" in name else 1, np.float32))
+            return jax.device_put(np.full(leaf.shape, 0 if "history" in name else 1, np.float32))
         normal = np.random.default_rng([seed, *name.encode()]).standard_normal(leaf.shape)
-        return jnp.asarray(np.asarray(normal * (1 if "bias" in name else 0.125), leaf.dtype))
+        return jax.device_put(np.asarray(normal * (1 if "bias" in name else 0.125), leaf.dtype))
 
     return jax.tree_util.tree_map_with_path(fill, tree)
 

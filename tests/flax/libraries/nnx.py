@@ -8,6 +8,16 @@ import jaxlowprec as jlp
 from tests.flax.libraries.models import Model, numbers
 
 
+def filled(make, seed=0):
+    """The module that `make` gives, its parameters drawn by NumPy: each initialiser would be a program of its own."""
+    module = nnx.eval_shape(make)
+    nnx.update(module, jax.jit(lambda: nnx.state(make(), nnx.Not(nnx.Param)))())
+    params = nnx.state(module, nnx.Param)
+    nnx.replace_by_pure_dict(params, numbers(nnx.to_pure_dict(params), seed))
+    nnx.update(module, params)
+    return module
+
+
 class NnxModel(Model):
     def __init__(self, module, tree=None):
         self.graph, self.state, self.rest = nnx.split(module, nnx.Param, ...)

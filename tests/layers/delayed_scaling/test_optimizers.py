@@ -33,7 +33,7 @@ def gradients(seed):
 
 def state(value):
     """A new state; 0.1 + 0.2 style numbers that a sum of differences would miss."""
-    return {"layer": jax.tree.map(lambda v: jnp.full_like(v, value), delayed_scaling.init_state(RECIPE))}
+    return {"layer": jax.tree.map(lambda v: np.full_like(v, value), delayed_scaling.init_state(RECIPE))}
 
 
 def with_state(tree, value):
@@ -52,7 +52,7 @@ def test_parameters_update_as_usual_and_states_take_gradients(inner, jit):
 
     step = jax.jit(step, static_argnums=0) if jit else step
     expected, tree = params(), with_state(params(), 1.0)
-    plain_state, opt_state = plain.init(expected), wrapped.init(tree)
+    plain_state, opt_state = jax.jit(plain.init)(expected), jax.jit(wrapped.init)(tree)
     sizes = sorted(leaf.shape for leaf in jax.tree.leaves(plain_state))
     assert sorted(leaf.shape for leaf in jax.tree.leaves(opt_state)) == sizes  # no moments of states
     for i, value in enumerate((0.3, 1e30, 1e-30, np.nan)):
@@ -138,10 +138,11 @@ def test_flaxs_train_state_works_unchanged():
             return jax.grad(lambda v: jnp.mean((layer.apply(v, X) - TARGET) ** 2))(variables)
 
         step = jax.jit(lambda s: s.apply_gradients(grads=gradient(s.params)))
+        gradients, update = jax.jit(gradient), jax.jit(transformation().update)
         for _ in range(3):
-            grads = gradient(train_state.params)
-            updates, plain_state = transformation().update(grads["params"], plain_state, plain)
-            plain = optax.apply_updates(plain, updates)
+            grads = gradients(train_state.params)
+            updates, plain_state = update(grads["params"], plain_state, plain)
+            plain = jax.tree.map(np.add, plain, updates)
             train_state = step(train_state)
             new = train_state.params
             jax.tree.map(lambda a, e: np.testing.assert_allclose(a, e, rtol=1e-5, atol=1e-6), new["params"], plain)

@@ -20,14 +20,18 @@ pytestmark = pytest.mark.sampled(5)
 RECIPE = jlp.DelayedScaling(amax_history_len=3)
 X, W, D = random_array((16, 32), "float32"), random_array((32, 32), "float32", 1), random_array((16, 32), "float32", 2)
 # What three uses multiply the input and the gradient by.
-INPUTS, GRADIENTS = jnp.asarray([1.0, 3.0, 2.0]), jnp.asarray([2.0, 1.0, 0.5])
+INPUTS, GRADIENTS = np.asarray([1, 3, 2], np.float32), np.asarray([2, 1, 0.5], np.float32)
 
 
 def a_state():
-    state = delayed_scaling.init_state(RECIPE)
-    for name, history in (("input", [7.0, 5.0, 6.0]), ("kernel", [3.0, 4.0, 1.0]), ("output_grad", [5.0, 6.0, 8.0])):
-        state[f"{name}_amax_history"] = jnp.asarray(history)
+    state = jax.device_get(delayed_scaling.init_state(RECIPE))
+    for name, history in (("input", [7, 5, 6]), ("kernel", [3, 4, 1]), ("output_grad", [5, 6, 8])):
+        state[f"{name}_amax_history"] = np.asarray(history, np.float32)
     return state
+
+
+def gradient(loss, state=None):
+    return jax.device_get(jax.jit(jax.grad(loss))(a_state() if state is None else state))
 
 
 def amax(x):
@@ -67,15 +71,15 @@ class TestHandedOn:
             return total
 
         assert_is_next(jax.grad(loss)(a_state()))
-        assert_is_next(jax.jit(jax.grad(loss))(a_state()))
-        assert_is_next(jax.grad(jax.checkpoint(loss))(a_state()))
+        assert_is_next(gradient(loss))
+        assert_is_next(gradient(jax.checkpoint(loss)))
 
     def test_between_kernels_that_share_it(self):
         def loss(state):
             first, state = use(state, 1.0, 1.0, w=W)
             return first + use(state, 1.0, 1.0, w=2 * W)[0]
 
-        assert_is_next(jax.grad(loss)(a_state()), 1, 1, 2)
+        assert_is_next(gradient(loss), 1, 1, 2)
 
     def test_through_the_carry_of_a_scan(self):
         def loss(state):
@@ -89,7 +93,7 @@ class TestHandedOn:
 
     def test_through_a_pipeline_of_stages_over_microbatches(self):
         """Each stage has its own kernel and state; every microbatch passes through all of them."""
-        kernels = jnp.stack([jnp.eye(32), 0.5 * jnp.eye(32)])
+        kernels = np.stack([np.eye(32, dtype=np.float32), np.eye(32, dtype=np.float32) / 2])
 
         def stage(x, stage):
             w, state = stage
@@ -103,7 +107,7 @@ class TestHandedOn:
 
             return jax.lax.scan(microbatch, (0.0, states), INPUTS)[0][0]
 
-        states = jax.tree.map(lambda v: jnp.stack([16 * v, 32 * v]), a_state())  # so that nothing saturates
+        states = jax.tree.map(lambda v: np.stack([16 * v, 32 * v]), a_state())  # so that nothing saturates
         new = jax.jit(jax.grad(loss))(states)
         histories = {n: np.asarray(new[f"{n}_amax_history"]) for n in ("input", "kernel", "output_grad")}
         assert histories["input"][0, 0] == 3 * amax(X)  # of three microbatches the largest
@@ -131,7 +135,8 @@ class TestReadTwice:
 
         state, params = self.gradient(loss, w=W)
         assert_is_next(state)
-        plain = jax.vmap(lambda k, c: jax.grad(lambda w: use(a_state(), k, c, w=w)[0])(W))(INPUTS, GRADIENTS)
+        of_each = jax.vmap(lambda k, c: jax.grad(lambda w: use(a_state(), k, c, w=w)[0])(W))
+        plain = np.asarray(jax.jit(of_each)(INPUTS, GRADIENTS))
         np.testing.assert_allclose(params["w"], plain.sum(0), rtol=1e-5, atol=1e-4)
 
     @pytest.mark.parametrize("wrap", [lambda f: f, jax.checkpoint], ids=["", "remat"])
@@ -166,7 +171,7 @@ class TestVmap:
         assert_is_next(jax.jit(jax.grad(loss))(a_state()), 6)
 
     def test_over_gradients_of_examples(self):
-        new = jax.vmap(jax.grad(apart), (None, 0, 0))(a_state(), INPUTS, GRADIENTS)
+        new = jax.device_get(jax.jit(jax.vmap(jax.grad(apart), (None, 0, 0)))(a_state(), INPUTS, GRADIENTS))
         for i in range(3):  # the amax is that of all examples
             np.testing.assert_array_equal(new["input_amax_history"][i, 0], 3 * amax(X))
 
@@ -181,23 +186,23 @@ class TestVmap:
         def loss(state):
             return jax.vmap(functools.partial(apart, state))(INPUTS, GRADIENTS).sum()
 
-        states = jax.tree.map(lambda v: jnp.stack([v, 2 * v]), a_state())
-        new = jax.vmap(jax.grad(loss))(states)
+        states = jax.tree.map(lambda v: np.stack([v, 2 * v]), a_state())
+        new = jax.device_get(jax.jit(jax.vmap(jax.grad(loss)))(states))
         for i in range(2):
             own = jax.tree.map(lambda v, i=i: v[i], states)
             assert_is_next(jax.tree.map(lambda v, i=i: v[i], new), before=own)
 
     def test_over_an_ensemble_with_states_of_its_own(self):
-        states = jax.tree.map(lambda v: jnp.stack([v, 2 * v, 4 * v]), a_state())
-        new = jax.vmap(jax.grad(apart))(states, INPUTS, GRADIENTS)
+        states = jax.tree.map(lambda v: np.stack([v, 2 * v, 4 * v]), a_state())
+        new = jax.device_get(jax.jit(jax.vmap(jax.grad(apart)))(states, INPUTS, GRADIENTS))
         for i in range(3):
             own = jax.tree.map(lambda v, i=i: v[i], states)
             member = jax.tree.map(lambda v, i=i: v[i], new)
             assert_is_next(member, float(INPUTS[i]), float(GRADIENTS[i]), before=own)
 
     def test_over_an_ensemble_that_shares_the_examples(self):
-        states = jax.tree.map(lambda v: jnp.stack([v, 2 * v]), a_state())
-        new = jax.vmap(jax.grad(apart), (0, None, None))(states, 3.0, 2.0)
+        states = jax.tree.map(lambda v: np.stack([v, 2 * v]), a_state())
+        new = jax.device_get(jax.jit(jax.vmap(jax.grad(apart), (0, None, None)))(states, 3.0, 2.0))
         for i in range(2):
             own = jax.tree.map(lambda v, i=i: v[i], states)
             assert_is_next(jax.tree.map(lambda v, i=i: v[i], new), before=own)
@@ -205,17 +210,18 @@ class TestVmap:
 
 class TestSlices:
     def test_of_a_batch_share_a_state(self):
-        xs, ws = INPUTS[:, None, None] * X, jnp.stack([W, 2 * W, W])
+        w = np.asarray(W)
+        xs, ws = INPUTS[:, None, None] * np.asarray(X), np.stack([w, 2 * w, w])
 
         def loss(state):
             y, _ = jlp.dot_general(xs, ws, (((2,), (1,)), ((0,), (0,))), recipe=RECIPE, state=state)
             return (GRADIENTS[:, None, None] * y * D).sum()
 
-        assert_is_next(jax.grad(loss)(a_state()), kernel=2)
+        assert_is_next(gradient(loss), kernel=2)
 
 
 class TestShardMap:
-    scales = jnp.repeat(jnp.asarray([1.0, 2.0, 3.0, 1.0]), 4)[:, None]  # of the rows of four shards
+    scales = np.repeat(np.asarray([1, 2, 3, 1], np.float32), 4)[:, None]  # of the rows of four shards
 
     def loss(self, x, d, state):
         return (jlp.linear(x, W, recipe=RECIPE, state=state)[0] * d).sum()
@@ -235,18 +241,21 @@ class TestShardMap:
 
     @pytest.mark.parametrize("where", ["within", "around"])
     def test_shards_combine_by_max(self, where):
-        reference = jax.grad(self.loss, argnums=2)(self.scales * X, self.scales[::-1] * D, a_state())
-        assert_same_bytes(self.new(where, self.scales * X, self.scales[::-1] * D), reference)
+        given = self.scales * np.asarray(X), self.scales[::-1] * np.asarray(D)
+        reference = jax.jit(jax.grad(self.loss, argnums=2))(*given, a_state())
+        assert_same_bytes(self.new(where, *given), reference)
 
     @pytest.mark.parametrize("where", ["within", "around"])
     def test_nan_in_one_shard_reaches_the_history(self, where):
-        new = self.new(where, X.at[5, 7].set(jnp.nan), D)
+        x = np.array(X)
+        x[5, 7] = np.nan
+        new = jax.device_get(self.new(where, x, D))
         assert np.isnan(new["input_amax_history"][0])
         assert np.isfinite(new["kernel_amax_history"]).all()
 
     def test_shards_with_states_of_their_own_keep_them(self):
         mesh = mesh_of((4,))
-        states = jax.tree.map(lambda v: jnp.stack([v] * 4), a_state())
+        states = jax.tree.map(lambda v: np.stack([v] * 4), a_state())
 
         def step(x, state):
             return jax.grad(self.loss, argnums=2)(x, D[:4], jax.tree.map(lambda v: v[0], state))
@@ -257,9 +266,9 @@ class TestShardMap:
             in_specs=(P("a"), P("a")),
             out_specs=P("a"),
         )
-        x = self.scales * X
-        history = jax.jit(f)(x, states)["input_amax_history"]
-        assert history[:, 0].tolist() == [amax(part) for part in jnp.split(x, 4)]
+        x = self.scales * np.asarray(X)
+        history = np.asarray(jax.jit(f)(x, states)["input_amax_history"])
+        assert history[:, 0].tolist() == [amax(part) for part in np.split(x, 4)]
 
     @pytest.mark.parametrize("where", ["within", "around"])
     def test_without_types_of_varying_values_it_is_refused(self, where):
@@ -284,15 +293,13 @@ def test_a_sharded_batch_has_the_state_of_one_device(axis_type: AxisType):
         state = jax.tree.map(lambda v: place(v, mesh, P()), a_state())
         dw, new = jax.jit(step)(args[0], state, *args[1:])
     assert_is_next(jax.tree.map(np.asarray, new))
-    np.testing.assert_allclose(np.asarray(dw), step(W, a_state(), X, D)[0], rtol=1e-5, atol=1e-4)
+    np.testing.assert_allclose(np.asarray(dw), jax.jit(step)(W, a_state(), X, D)[0], rtol=1e-5, atol=1e-4)
 
 
 def test_gradients_of_microbatches_are_added_and_states_combined():
-    def gradient(k, c):
-        variables = {"w": W, OVERWRITE_WITH_GRADIENT: a_state()}
-        return jax.grad(lambda v: use(v[OVERWRITE_WITH_GRADIENT], k, c, w=v["w"])[0])(variables)
-
-    parts = [gradient(k, c) for k, c in zip(INPUTS, GRADIENTS, strict=True)]
+    variables = {"w": W, OVERWRITE_WITH_GRADIENT: a_state()}
+    part = jax.jit(jax.grad(lambda v, k, c: use(v[OVERWRITE_WITH_GRADIENT], k, c, w=v["w"])[0]))
+    parts = [part(variables, k, c) for k, c in zip(INPUTS, GRADIENTS, strict=True)]
     total = functools.reduce(delayed_scaling.add_gradients, parts)
     assert_is_next(total[OVERWRITE_WITH_GRADIENT])
     assert_same_bytes(total["w"], parts[0]["w"] + parts[1]["w"] + parts[2]["w"])

@@ -104,7 +104,7 @@ def test_layers_without_keys_have_bits_by_name(names):
     ],
     ids=str,
 )
-@pytest.mark.parametrize("recipe", often(["nvfp4"], ["nvfp4", "mxfp8", "fp8_block", "fp8_current", "fp8_delayed"]))
+@pytest.mark.parametrize("recipe", often(["fp8_current"], ["nvfp4", "mxfp8", "fp8_current", "fp8_delayed"]))
 def test_any_shape_and_dtype(recipe, shape, dtype):
     check(recipe, operands(shape, (24, 1, 17), dtype), key=KEY, states=states_for(EVERY[recipe], 3))
 
@@ -215,7 +215,7 @@ class TestQuantisedKernels:
         def run(function):
             def call(x, adapters):
                 adapted = [LoRAKernel(w, a) for w, a in zip(kernels, adapters, strict=True)]
-                return function(x, adapted, biases=biases, recipe=NVFP4)
+                return function(x, adapted, biases=biases, recipe=MXFP8)
 
             return jax.vjp(call, x, adapters)[1](tuple(dys))
 

@@ -70,7 +70,7 @@ def test_bits_are_those_of_layers(recipe, saved):
 
 @pytest.mark.sampled(3)
 @each_exact
-@pytest.mark.parametrize("recipe", often(["nvfp4"], ["nvfp4", "fp8_delayed", "decoded nvfp4", "int4_qat", "bf16"]))
+@pytest.mark.parametrize("recipe", often(["fp8_current"], ["nvfp4", "fp8_current", "fp8_delayed", "int4_qat", "bf16"]))
 @pytest.mark.parametrize("activation", [*list(ACTIVATIONS)[1:], jnp.tanh, tanh_times], ids=name_of)
 def test_any_activation(recipe, activation, saved):
     given, options, expected = expected_of(recipe, activation)
@@ -84,7 +84,7 @@ def test_any_activation(recipe, activation, saved):
     ids=str,
 )
 @pytest.mark.parametrize("saved", often(["recompute"], SAVED))
-@pytest.mark.parametrize("recipe", often(["nvfp4"], ["nvfp4", "mxfp8", "fp8_block", "fp8_delayed", "nvfp4_qat"]))
+@pytest.mark.parametrize("recipe", often(["fp8_current"], ["nvfp4", "mxfp8", "fp8_current", "nvfp4_qat"]))
 def test_any_shape_and_dtype(recipe, saved, shape, hidden, dtype):
     x, kernels, biases, dy = mlp_operands(shape, hidden, 19, dtype=dtype)
     options = {"biases": biases, "recipe": EVERY[recipe], "states": states_for(EVERY[recipe], 3)}
@@ -188,7 +188,7 @@ class TestKernels:
             adapter = Adapter(random_array((k, 4), seed=40 + i), random_array((4, n), seed=50 + i), alpha=8.0)
             return LoRAKernel(w, adapter)
 
-        kernels, recipe = [made(i, w) for i, w in enumerate(self.kernels)], None if kind == "loaded" else NVFP4
+        kernels, recipe = [made(i, w) for i, w in enumerate(self.kernels)], None if kind == "loaded" else MXFP8
 
         def run(function, **options):
             def dx(x, biases, dy):
@@ -201,19 +201,24 @@ class TestKernels:
         assert_same_bytes(run(jlp.mlp, saved=saved), run(composed_mlp))
 
 
-@pytest.mark.parametrize("saved", SAVED)
-def test_calibration_records_for_each_layer(saved):
+@functools.cache
+def calibrating():
     recipe = jlp.DelayedScaling(amax_history_len=3)
     x, kernels, _, dy = mlp_operands((40, 64), 96, 64)
     options = {"states": states_for(recipe, 3), "recipe": Calibrating(recipe)}
-    y, _, further = step(jlp.mlp, x, kernels, dy, **options, saved=saved)
-    expected_y, _, expected = step(composed_mlp, x, kernels, dy, **options)
+    return (x, kernels, dy), options, step(composed_mlp, x, kernels, dy, **options)
+
+
+@pytest.mark.parametrize("saved", SAVED)
+def test_calibration_records_for_each_layer(saved):
+    given, options, (expected_y, _, expected) = calibrating()
+    y, _, further = step(jlp.mlp, *given, **options, saved=saved)
     assert_same_bytes(y, expected_y)
     if saved != "8bit":
         assert_same_bytes(further[2], expected[2])
 
 
-@each_exact
+@pytest.mark.parametrize("saved", often(["recompute"], EXACTLY))
 def test_layers_without_keys_have_bits_by_name(saved):
     x, kernels, biases, dy = mlp_operands((40, 64), 96, 64)
     options = {"biases": biases, "names": MLP, "recipe": NVFP4}

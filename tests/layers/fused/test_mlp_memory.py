@@ -23,7 +23,7 @@ from tests.layers.fused.layers import (
 )
 from tests.products import calls_of, kept
 
-NVFP4, MXFP8 = jlp.NVFP4BlockScaling(), jlp.MXFP8BlockScaling()
+NVFP4, MXFP8, FP8 = jlp.NVFP4BlockScaling(), jlp.MXFP8BlockScaling(), jlp.Float8CurrentScaling()
 T, K, F, N = 64, 32, 96, 48
 ACTIVATE = "jaxlowprec_activation"
 OURS, JAXS = jlp.checkpoint_policies, jax.checkpoint_policies
@@ -151,7 +151,7 @@ class TestWhatRunsAgain:
     def test_in_a_scan_everywhere(self, way):
         """Its forward and its backward pass are loops of their own, as XLA's CPU compiler sees them, too."""
         x, kernels = stacked(3)
-        loss = loss_of_layers(ways(NVFP4)[way])
+        loss = loss_of_layers(ways(FP8)[way])
         calls = calls_of(jax.jit(jax.grad(loss)).lower(kernels, x).compile())
         assert (calls[MULTIPLY], calls[QUANTIZE], calls[ACTIVATE]) == self.wanted[way]
 
@@ -180,7 +180,7 @@ def test_a_training_step_holds_less_and_less(recipe):
 
 @functools.cache
 def gradients(saved, policy=None):
-    function = functools.partial(jlp.mlp, recipe=NVFP4, saved=saved)
+    function = functools.partial(jlp.mlp, recipe=FP8, saved=saved)
     return gradients_of_layers(function, policy, *stacked(2))
 
 
@@ -198,7 +198,7 @@ def test_policies_keep_what_the_mlp_keeps_quantised():
     x, kernels, _, dy = mlp_operands((T, K), F, N)
 
     def calls(policy):
-        function = jax.checkpoint(functools.partial(jlp.mlp, recipe=NVFP4), policy=policy)
+        function = jax.checkpoint(functools.partial(jlp.mlp, recipe=FP8), policy=policy)
         return traced_calls(gradient_of(function), x, kernels, dy)
 
     nothing, quantized = calls(JAXS.nothing_saveable), calls(OURS.save_quantized)

@@ -6,6 +6,7 @@ from unittest import mock
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import jaxlowprec as jlp
@@ -21,17 +22,18 @@ from tests.layers.fused.layers import (
     measured,
     mlp_operands,
     separate_mlp,
+    weights,
 )
 
-NVFP4, MXFP8 = jlp.NVFP4BlockScaling(), jlp.MXFP8BlockScaling()
+NVFP4, MXFP8, FP8 = jlp.NVFP4BlockScaling(), jlp.MXFP8BlockScaling(), jlp.Float8CurrentScaling()
 K, F = 64, 96
 X, KERNELS, _, DY = mlp_operands((32, K), F, K)
 pytestmark = pytest.mark.sampled(5)
 each_way = pytest.mark.parametrize("saved", SAVED)
 
 
-def mlp_saving(saved):
-    return functools.partial(jlp.mlp, recipe=NVFP4, saved=saved)
+def mlp_saving(saved, recipe=NVFP4):
+    return functools.partial(jlp.mlp, recipe=recipe, saved=saved)
 
 
 def gradients(function, x=X, kernels=KERNELS, dy=DY):
@@ -39,13 +41,18 @@ def gradients(function, x=X, kernels=KERNELS, dy=DY):
     return y, *pullback(dy)
 
 
+@functools.cache
+def compiled(saved, recipe):
+    return jax.jit(functools.partial(gradients, mlp_saving(saved, recipe)))
+
+
 def stacked(trees):
-    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)
+    return jax.tree.map(lambda *leaves: np.stack(leaves), *jax.device_get(trees))
 
 
 class TestVmap:
-    xs, dys = random_array((3, 32, K), seed=51), random_array((3, 32, K), seed=52)
-    kernels = [random_array((3, *w.shape), "float32", 53 + i) / 8 for i, w in enumerate(KERNELS)]
+    xs, dys = jax.device_get((random_array((3, 32, K), seed=51), random_array((3, 32, K), seed=52)))
+    kernels = [np.asarray(weights((3, *w.shape), 53 + i)) for i, w in enumerate(KERNELS)]
 
     @pytest.mark.slow
     @each_way
@@ -53,7 +60,7 @@ class TestVmap:
     def test_is_the_loop(self, saved, axes):
         mapped = {"x": axes[0] is not None, "kernels": axes[1] is not None}
         x, kernels = self.xs if mapped["x"] else X, self.kernels if mapped["kernels"] else KERNELS
-        one = jax.jit(functools.partial(gradients, mlp_saving(saved)))
+        one = compiled(saved, NVFP4)
         loop = [
             one(x[i] if mapped["x"] else x, [w[i] for w in kernels] if mapped["kernels"] else kernels, self.dys[i])
             for i in range(3)
@@ -65,15 +72,15 @@ class TestVmap:
             ys, pullback = jax.vjp(lambda x, w: jlp.linears(x, w, recipe=NVFP4), x, kernels)
             return ys, pullback(dys)
 
-        dys = tuple(random_array((3, 32, F), seed=60 + i) for i in range(2))
-        kernels = [w[0] for w in self.kernels[:2]]
-        loop = [jax.jit(one)(self.xs[i], kernels, tuple(dy[i] for dy in dys)) for i in range(3)]
+        dys = tuple(np.asarray(random_array((3, 32, F), seed=60 + i)) for i in range(2))
+        kernels, one = [w[0] for w in self.kernels[:2]], jax.jit(one)
+        loop = [one(self.xs[i], kernels, tuple(dy[i] for dy in dys)) for i in range(3)]
         assert_same_bytes(jax.jit(jax.vmap(one, in_axes=(0, None, 0)))(self.xs, kernels, dys), stacked(loop))
 
 
 @each_way
 def test_a_scan_is_the_loop(saved):
-    stack = [random_array((2, *w.shape), "float32", 53 + i) / 8 for i, w in enumerate(KERNELS)]
+    stack = [weights((2, *w.shape), 53 + i) for i, w in enumerate(KERNELS)]
 
     def layer(x, kernels):
         return x + mlp_saving(saved)(x, kernels), None
@@ -88,10 +95,13 @@ def test_a_scan_is_the_loop(saved):
     assert_same_bytes(scanned, run(functools.partial(gradients, looped))(X, stack, DY))
 
 
+either = pytest.mark.parametrize("recipe", often([FP8], [NVFP4, FP8]), ids=["nvfp4", "fp8_current"])
+
+
+@either
 @each_way
-def test_eager_and_jitted_bits_agree(saved):
-    eager = gradients(mlp_saving(saved))
-    assert_same_bytes(jax.jit(functools.partial(gradients, mlp_saving(saved)))(X, KERNELS, DY), eager)
+def test_eager_and_jitted_bits_agree(saved, recipe):
+    assert_same_bytes(compiled(saved, recipe)(X, KERNELS, DY), gradients(mlp_saving(saved, recipe)))
 
 
 @each_way
@@ -101,13 +111,13 @@ def test_a_second_derivative_is_refused(saved, recipe):
         return jlp.mlp(x, KERNELS, recipe=recipe, saved=saved).astype(jnp.float32).sum()
 
     with pytest.raises(NotImplementedError, match="linear: there is no second derivative under a recipe"):
-        jax.jvp(jax.grad(loss), (X,), (X,))
+        jax.eval_shape(lambda x: jax.jvp(jax.grad(loss), (x,), (x,)), X)
 
     def of_linears(x):
         return sum(y.astype(jnp.float32).sum() for y in jlp.linears(x, KERNELS[:2], recipe=recipe))
 
     with pytest.raises(NotImplementedError, match="linear: there is no second derivative under a recipe"):
-        jax.jvp(jax.grad(of_linears), (X,), (X,))
+        jax.eval_shape(lambda x: jax.jvp(jax.grad(of_linears), (x,), (x,)), X)
 
 
 def test_shapes_and_dtypes_need_no_data():
@@ -119,9 +129,10 @@ def test_shapes_and_dtypes_need_no_data():
         assert [(g.shape, g.dtype) for g in dw] == [(w.shape, w.dtype) for w in kernels]
 
 
+@either
 @each_way
-def test_an_exported_gradient_has_its_bits(saved):
-    step = jax.jit(functools.partial(gradients, mlp_saving(saved)))
+def test_an_exported_gradient_has_its_bits(saved, recipe):
+    step = compiled(saved, recipe)
     checks = [jax.export.DisabledSafetyCheck.custom_call(name) for name in custom_calls(step)]
     exported = jax.export.export(step, disabled_checks=checks)(X, KERNELS, DY)
     loaded = jax.export.deserialize(exported.serialize())
@@ -134,7 +145,7 @@ def custom_calls(step):
 
 
 def loss(function, kernels, x=X, **options):
-    y = function(x, kernels, names=MLP, recipe=NVFP4, **options)
+    y = function(x, kernels, names=MLP, recipe=FP8, **options)
     return jnp.square(y.astype(jnp.float32)).mean()
 
 
@@ -169,7 +180,8 @@ class TestWatching:
         assert_same_traces(found, expected, MLP, values=saved != "8bit")
 
     def test_the_first_bad_layer(self):
-        spoiled = [KERNELS[0], KERNELS[1].at[3, 5].set(jnp.nan), KERNELS[2]]
+        spoiled = [KERNELS[0], np.array(KERNELS[1]), KERNELS[2]]
+        spoiled[1][3, 5] = np.nan
         found = jlp.debug.first_bad(functools.partial(loss, jlp.mlp), spoiled)
         assert (found.layer, found.tensor) == ("mlp/up", "weight")
 
@@ -202,8 +214,8 @@ class TestNames:
             def model(kernels, x):
                 for i in range(layers):
                     names = [f"layers/{i}/{name}" for name in ("gate", "up", "down")]
-                    x = jlp.mlp(x, kernels, recipe=NVFP4, saved=saved, names=names)
-                    query, key = jlp.linears(x, [KERNELS[2].mT, KERNELS[2].mT], recipe=NVFP4, names=names[:2])
+                    x = jlp.mlp(x, kernels, recipe=FP8, saved=saved, names=names)
+                    query, key = jlp.linears(x, [KERNELS[2].mT, KERNELS[2].mT], recipe=FP8, names=names[:2])
                     x = x + (query + key)[:, :K]
                 return x.astype(jnp.float32).sum()
 

@@ -26,7 +26,7 @@ from tests.layers.grouped.experts import NAMES, ROWS, SIZES, K, mlp_operands, se
 from tests.sharding.meshes import by_axis_type, mesh_of, place
 
 pytestmark = pytest.mark.sampled(5)
-NVFP4, MXFP8 = jlp.NVFP4BlockScaling(), jlp.MXFP8BlockScaling()
+NVFP4, MXFP8, FP8 = jlp.NVFP4BlockScaling(), jlp.MXFP8BlockScaling(), jlp.Float8CurrentScaling()
 X, KERNELS, _, DY = mlp_operands()
 UNEVEN = jnp.asarray(SIZES["uneven"], jnp.int32)
 each_way = pytest.mark.parametrize("saved", SAVED)
@@ -178,7 +178,7 @@ def product_of(gate, up):
 
 
 def loss(function, kernels, x=X, **options):
-    y = function(x, kernels, UNEVEN, names=NAMES, recipe=NVFP4, **options)
+    y = function(x, kernels, UNEVEN, names=NAMES, recipe=FP8, **options)
     return jnp.square(y.astype(jnp.float32)).mean()
 
 
@@ -230,7 +230,7 @@ class TestNames:
             def model(kernels, x):
                 for i in range(layers):
                     names = [f"layers/{i}/{name}" for name in ("gate", "up", "down")]
-                    y = jlp.grouped_mlp(x, kernels, UNEVEN, recipe=NVFP4, names=names)
+                    y = jlp.grouped_mlp(x, kernels, UNEVEN, recipe=FP8, names=names)
                     x = x + jnp.pad(y, ((0, 0), (0, K - y.shape[1])))
                 return x.astype(jnp.float32).sum()
 

@@ -14,6 +14,7 @@ import jaxlowprec as jlp
 from jaxlowprec import Role, Roles
 from jaxlowprec.ops.quantize.keys import keyless_seed, keyless_words
 from tests.helpers import assert_same_bytes, often, random_array
+from tests.layers.fused.layers import relative_error, weights
 from tests.sharding.meshes import mesh_of, place
 
 NVFP4 = jlp.NVFP4()
@@ -36,7 +37,7 @@ class Drawn(jlp.Recipe):
 
 
 RECIPES = {"16": Drawn(), "128": Drawn(128), "128 stochastic": Drawn(128, "stochastic")}
-over_recipes = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+over_recipes = pytest.mark.parametrize("recipe", often([RECIPES["128 stochastic"]], RECIPES.values()), ids=RECIPES)
 
 
 def operands(shape=(136, 96, 40)):
@@ -45,12 +46,14 @@ def operands(shape=(136, 96, 40)):
     return random_array((*t, k)), random_array((k, n), "float32", 1), random_array((*t, n), seed=2)
 
 
+@functools.partial(jax.jit, static_argnames=("recipe", "function", "name"))
 def step(x, w, dy, key=KEY, recipe=RECIPES["16"], function=jlp.linear, **options):
     """y, dx and dw."""
     y, pullback = jax.vjp(lambda x, w: function(x, w, recipe=recipe, key=key, **options), x, w)
     return y, *pullback(dy)
 
 
+@functools.partial(jax.jit, static_argnames="recipe")
 def wgrad(x, dy, recipe, sign_key, key=KEY):
     """dw in float32 from matrices x and dy, by the roles of its operands."""
     rotation = jlp.Hadamard(recipe.size, "drawn")
@@ -76,11 +79,12 @@ class TestGemms:
     def test_without_a_key_the_signs_come_from_the_input(self, recipe):
         x, w, dy = operands()
         found = step(x, w, dy, None, recipe, name="up")
-        words = keyless_words(jnp.float32(jnp.abs(x).max()), keyless_seed(136, 96, "up"))
+        words = keyless_words(np.abs(np.float32(x)).max(), keyless_seed(136, 96, "up"))
         if recipe.rounding == "nearest":
             assert_same_bytes(found[2], wgrad(x, dy, recipe, words))
-        for changed in (step(x, w, dy, None, recipe, name="down"), step(2 * x, w, dy, None, recipe, name="up")):
-            assert (changed[2] != found[2]).any()
+        twice = 2 * np.asarray(x)
+        for changed in (step(x, w, dy, None, recipe, name="down"), step(twice, w, dy, None, recipe, name="up")):
+            assert (np.asarray(changed[2]) != np.asarray(found[2])).any()
 
     @pytest.mark.slow
     def test_it_cancels(self):
@@ -106,10 +110,10 @@ class TestGemms:
         """One vector of a key for all matrices; without a key one for each."""
         x, w, dy = random_array((2, 64, 32)), random_array((2, 32, 48), seed=1), random_array((2, 64, 48), seed=2)
         product = functools.partial(jlp.einsum, "btk,bkn->btn")
-        dw = step(x, w, dy, function=product)[2]
+        dw = np.asarray(step(x, w, dy, function=product)[2])
         for i in range(2):
-            assert_same_bytes(dw[i], wgrad(x[i], dy[i], Drawn(), KEY).astype(w.dtype))
-        assert jnp.isfinite(step(x, w, dy, None, function=product)[2].astype(jnp.float32)).all()
+            assert_same_bytes(dw[i], np.asarray(wgrad(x[i], dy[i], Drawn(), KEY)).astype(w.dtype))
+        assert np.isfinite(np.float32(step(x, w, dy, None, function=product)[2])).all()
 
     def test_gemms_in_high_precision_need_no_signs(self):
         x, w, dy = operands()
@@ -127,17 +131,20 @@ class TestTransformations:
             traced.append(key)
             return step(x, w, dy, key)
 
-        found = [train(x, w, dy, key)[2] for key in jax.random.split(KEY, 3)]
+        found = [np.asarray(train(x, w, dy, key)[2]) for key in jax.random.split(KEY, 3)]
         assert len(traced) == 1
         assert (found[0] != found[1]).any() and (found[1] != found[2]).any()
         for dw, key in zip(found, jax.random.split(KEY, 3), strict=True):
             assert_same_bytes(dw, wgrad(x, dy, Drawn(), key))
 
-    @pytest.mark.parametrize("key", [KEY, None], ids=["key", "no key"])
-    @pytest.mark.parametrize("remat", [False, True])
+    @pytest.mark.parametrize(
+        ("key", "remat"),
+        often([(None, True)], [(None, True), (None, False), (KEY, True), (KEY, False)], 2),
+        ids=["no key, remat", "no key", "key, remat", "key"],
+    )
     def test_scan_over_layers(self, key, remat):
         """The signs are kept with the input, and recomputed alike."""
-        x, ws = random_array((64, 32)), random_array((3, 32, 32), "float32", 1)
+        x, ws = random_array((64, 32)), random_array((2, 32, 32), "float32", 1)
 
         def layer(x, w):
             return jlp.linear(x, w, recipe=Drawn(), key=key), None
@@ -155,9 +162,9 @@ class TestTransformations:
         assert_same_bytes(found, expected)
 
     def test_vmap_over_layers_and_keys(self):
-        x, w, dy = (jnp.stack([a, -a]) for a in operands())
+        x, w, dy = (np.stack([a, -np.asarray(a)]) for a in operands())
         keys = jax.random.split(KEY, 2)
-        found = jax.vmap(step)(x, w, dy, keys)
+        found = jax.device_get(jax.jit(jax.vmap(step))(x, w, dy, keys))
         for i in range(2):
             assert_same_bytes(jax.tree.map(lambda a, i=i: a[i], found), step(x[i], w[i], dy[i], keys[i]))
 
@@ -175,7 +182,7 @@ class TestTransformations:
                 assert_same_bytes((dx, dw), alone[1:])
             np.testing.assert_allclose(dw, alone[2], atol=1e-4)  # sums over tokens are split
 
-    @pytest.mark.parametrize("check_vma", [True, False])
+    @pytest.mark.parametrize("check_vma", often([True], [True, False]))
     def test_shards_of_shard_map_are_layers_of_their_own(self, check_vma):
         """A key gives all of them the same signs, an input each its own; either way each shard's cancel."""
         x, w, dy = operands((512, 64, 64))
@@ -187,8 +194,8 @@ class TestTransformations:
         for key in (KEY, None):
             specs = {"in_specs": (P("a"), P(), P("a")), "out_specs": P(), "check_vma": check_vma}
             f = jax.jit(jax.shard_map(functools.partial(local, key=key), mesh=mesh_of((4,)), **specs))
-            shards = zip(jnp.split(x, 4), jnp.split(dy, 4), strict=True)
-            parts = [step(own, w, d, key, name="up")[2] for own, d in shards]
+            shards = zip(np.split(np.asarray(x), 4), np.split(np.asarray(dy), 4), strict=True)
+            parts = [np.asarray(step(own, w, d, key, name="up")[2]) for own, d in shards]
             np.testing.assert_allclose(f(x, w, dy), sum(parts), atol=1e-3)
 
     @pytest.mark.slow
@@ -218,7 +225,7 @@ class TestTransformations:
         def loss(w, x):
             return jlp.linear(x, w, recipe=jlp.NVFP4BlockScaling(), key=KEY, name="up").astype(jnp.float32).var()
 
-        _, found = jlp.telemetry.value_and_grad(loss, what_if={"drawn": Drawn(128)})(w, x)
+        _, found = jax.jit(lambda w, x: jlp.telemetry.value_and_grad(loss, what_if={"drawn": Drawn(128)})(w, x))(w, x)
         values = jlp.telemetry.read(found)["up"]["gradient columnwise, drawn"].values
         assert np.isfinite(values[:2]).all()
 
@@ -230,16 +237,17 @@ class TestSharedInputs:
         def both(x, ws):
             return jlp.linears(x, ws, recipe=Drawn(128), key=KEY)
 
-        dws = jax.vjp(both, x, [w, -w])[1]((dy, 2 * dy))[1]
+        dy = np.asarray(dy)
+        dws = jax.jit(lambda x, w, dy: jax.vjp(both, x, [w, -w])[1]((dy, 2 * dy))[1])(x, w, dy)
         first = jax.random.fold_in(KEY, 0)
         assert_same_bytes(dws, [wgrad(x, dy, Drawn(128), first), wgrad(x, 2 * dy, Drawn(128), first)])
 
-    @pytest.mark.parametrize("saved", ["quantized", "8bit", "recompute"])
+    @pytest.mark.parametrize("saved", often(["8bit", "recompute"], ["quantized", "8bit", "recompute"]))
     @pytest.mark.parametrize("key", often([KEY], [KEY, None]), ids=lambda key: "key" if key is not None else "no key")
     def test_an_mlp_is_linears_and_its_activation(self, saved, key):
         """Its backward pass quantises the activation again, with the same signs."""
         x, dy, recipe = random_array((256, 64)), random_array((256, 64), seed=1), Drawn(128)
-        ws = [random_array(s, "float32", i) / 8 for i, s in enumerate([(64, 128), (64, 128), (128, 64)])]
+        ws = [weights(s, i) for i, s in enumerate([(64, 128), (64, 128), (128, 64)])]
 
         def separate(x, ws):
             hidden = jlp.linears(x, ws[:2], recipe=recipe, key=key)
@@ -249,10 +257,10 @@ class TestSharedInputs:
         def mlp(x, ws):
             return jlp.mlp(x, ws, recipe=recipe, key=key, saved=saved)
 
-        expected, found = (jax.vjp(f, x, ws)[1](dy) for f in (separate, mlp))
+        expected, found = (jax.jit(lambda x, ws, dy, f=f: jax.vjp(f, x, ws)[1](dy))(x, ws, dy) for f in (separate, mlp))
         if saved == "8bit":
             for dw, like in zip(found[1], expected[1], strict=True):
-                assert jnp.linalg.norm(dw - like) < 0.3 * jnp.linalg.norm(like)
+                assert relative_error(dw, like) < 0.3
         else:
             assert_same_bytes(found[1], expected[1])
 

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxlowprec as jlp
 from tests.helpers import assert_same_bytes, often, random_array
+from tests.layers.fused.layers import traced_calls
 from tests.layers.grouped.test_grouped import loop_of_linear
 from tests.layers.grouped.test_grouped import results as grouped_results
 from tests.products import assert_is_product, kept, native_calls, quantizations_and_gradients
@@ -48,12 +49,14 @@ def operands(shape=(136, 200, 40)):
     return random_array((t, k)), random_array((k, n), "float32", 1), random_array((t, n), seed=2)
 
 
-def run(recipe, x, w, dy, key=KEY, function=jlp.linear, **options):
+@functools.partial(jax.jit, static_argnames=("recipe", "name"))
+def run(recipe, x, w, dy, key=KEY, **options):
     """y, dx and dw."""
-    y, pullback = jax.vjp(lambda x, w: function(x, w, recipe=recipe, key=key, **options), x, w)
+    y, pullback = jax.vjp(lambda x, w: jlp.linear(x, w, recipe=recipe, key=key, **options), x, w)
     return y, *pullback(dy)
 
 
+@functools.partial(jax.jit, static_argnames=("recipe", "gemm"))
 def quantised(recipe, gemm, x, w, dy):
     """Both operands of a GEMM under a recipe, contraction-last."""
     roles = recipe.roles()
@@ -68,7 +71,7 @@ def quantised(recipe, gemm, x, w, dy):
 
 def check(results, mixture, x, w, dy):
     """y, dx and dw are the products of the operands that each GEMM's own recipe quantises."""
-    original = {"x": np.asarray(x, np.float64), "w": np.asarray(w.astype(x.dtype), np.float64)}
+    original = {"x": np.asarray(x, np.float64), "w": np.asarray(w).astype(x.dtype).astype(np.float64)}
     if isinstance(mixture[0], jlp.Recipe):
         a, b = quantised(mixture[0], 0, x, w, dy)
         a, b = (np.asarray(q.dequantize(x.dtype), np.float64) for q in (a, b))
@@ -133,7 +136,7 @@ class TestGemms:
     )
     def test_a_tensor_is_passed_over_once_for_each_format(self, mixture, quantizes):
         x, w, dy = operands((32, 64, 48))
-        calls = native_calls(functools.partial(run, jlp.PerGemm(*mixture)), x, w, dy)
+        calls = traced_calls(functools.partial(run, jlp.PerGemm(*mixture)), x, w, dy)
         assert calls["jaxlowprec_quantize"] == quantizes
         assert calls["jaxlowprec_scaled_matmul"] == sum(recipe is not None for recipe in mixture)
 
@@ -185,8 +188,8 @@ class TestResiduals:
         assert actual == sorted(expected)
 
     def test_checkpoint_names_save_quantising_again(self):
-        recipe = jlp.PerGemm(MXFP8, BLOCK, NVFP4)
-        x, weights = random_array((32, 64)), random_array((2, 64, 64), "float32", 1) * 0.1
+        recipe = jlp.PerGemm(MXFP8, BLOCK, CURRENT)
+        x, weights = random_array((32, 64)), np.asarray(random_array((2, 64, 64), "float32", 1)) / 8
         layer = functools.partial(jlp.linear, recipe=recipe)
         run = functools.partial(quantizations_and_gradients, layer, x, weights)
         policies = jax.checkpoint_policies
@@ -218,8 +221,13 @@ class TestQuantizedKernel:
     def test_alone_serves_where_fprop_is_quantised(self):
         recipe = jlp.PerGemm(NVFP4, MXFP8, BLOCK)
         quantized = jlp.quantize_kernel(self.w, recipe)
-        y, pullback = jax.vjp(lambda x: jlp.linear(x, None, recipe=recipe, quantized_kernel=quantized), self.x)
-        assert_same_bytes((y, *pullback(self.dy)), run(recipe, self.x, self.w, self.dy)[:2])
+
+        @jax.jit
+        def step(x, dy, quantized):
+            y, pullback = jax.vjp(lambda x: jlp.linear(x, None, recipe=recipe, quantized_kernel=quantized), x)
+            return y, *pullback(dy)
+
+        assert_same_bytes(step(self.x, self.dy, quantized), run(recipe, self.x, self.w, self.dy)[:2])
 
     def test_alone_cannot_serve_fprop_in_high_precision(self):
         recipe = jlp.PerGemm(None, MXFP8)
@@ -259,29 +267,37 @@ SPLIT = [
 
 
 class TestTransformations:
-    recipe = jlp.PerGemm(MXFP8, BLOCK, NVFP4)
-    x, w, dy = random_array((2, 128, 64)), random_array((2, 64, 48), "float32", 1), random_array((2, 128, 48), seed=2)
+    recipe = jlp.PerGemm(MXFP8, BLOCK, UNROTATED)
+    x, w, dy = jax.device_get(
+        (random_array((2, 128, 64)), random_array((2, 64, 48), "float32", 1), random_array((2, 128, 48), seed=2))
+    )
 
     @functools.cached_property
     def slices(self):
         """Of each slice by itself."""
         results = [run(self.recipe, self.x[i], self.w[i], self.dy[i], None) for i in range(2)]
-        return jax.tree.map(lambda *leaves: jnp.stack(leaves), *results)
+        return jax.tree.map(lambda *leaves: np.stack(leaves), *jax.device_get(results))
 
     def test_vmap_is_the_loop(self):
-        assert_same_bytes(jax.vmap(lambda *a: run(self.recipe, *a, None))(self.x, self.w, self.dy), self.slices)
+        mapped = jax.jit(jax.vmap(lambda *a: run(self.recipe, *a, None)))
+        assert_same_bytes(mapped(self.x, self.w, self.dy), self.slices)
 
     def test_an_einsum_is_linear_on_matrices(self):
         x, w, dy = self.x[0].reshape(2, 64, 64), self.w[0].reshape(64, 4, 12), self.dy[0].reshape(2, 64, 4, 12)
-        y, pullback = jax.vjp(lambda x, w: jlp.einsum("btd,dhk->bthk", x, w, recipe=self.recipe, key=KEY), x, w)
-        dx, dw = pullback(dy)
+
+        @jax.jit
+        def step(x, w, dy):
+            y, pullback = jax.vjp(lambda x, w: jlp.einsum("btd,dhk->bthk", x, w, recipe=self.recipe, key=KEY), x, w)
+            return y, *pullback(dy)
+
+        y, dx, dw = jax.device_get(step(x, w, dy))
         expected = run(self.recipe, self.x[0], self.w[0], self.dy[0])
         assert_same_bytes((y.reshape(128, 48), dx.reshape(128, 64), dw.reshape(64, 48)), expected)
 
     @pytest.mark.parametrize("time", [64, 40])  # a part holds whole blocks, or parts are merged
     def test_rows_in_parts_are_tokens(self, time):
-        x, dy = random_array((2, time, 64)), random_array((2, time, 48), seed=2)
-        y, dx, dw = run(self.recipe, x, self.w[0], dy)
+        x, dy = jax.device_get((random_array((2, time, 64)), random_array((2, time, 48), seed=2)))
+        y, dx, dw = jax.device_get(run(self.recipe, x, self.w[0], dy))
         expected = run(self.recipe, x.reshape(-1, 64), self.w[0], dy.reshape(-1, 48))
         assert_same_bytes((y.reshape(-1, 48), dx.reshape(-1, 64), dw), expected)
 

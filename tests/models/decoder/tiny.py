@@ -1,6 +1,8 @@
 """Tiny decoders: what config.json of each family says, and folders of random numbers."""
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from jaxlowprec import checkpoints
@@ -162,11 +164,24 @@ def config(family, **changed):
 
 
 def decoder(family, *, seed=0, dtype=jnp.float32, **changed):
-    """A decoder of random numbers, large enough that its logits differ."""
-    made = Decoder(DecoderConfig.of(config(family, **changed)), dtype=dtype, rngs=nnx.Rngs(seed))
-    for path, leaf in nnx.to_flat_state(nnx.state(made, nnx.Param)):
-        if path[-1] == "kernel":
-            leaf.set_value(3 * leaf.get_value())
+    """A decoder of random numbers, large enough that its logits differ. NumPy draws them: each initialiser of a matrix
+    would be a program of its own."""
+
+    def make():
+        return Decoder(DecoderConfig.of(config(family, **changed)), dtype=dtype, rngs=nnx.Rngs(seed))
+
+    made, numbers = nnx.eval_shape(make), np.random.default_rng(seed)
+    leaves = nnx.to_flat_state(nnx.state(made))
+    matrices = {path: leaf.get_value() for path, leaf in leaves if path[-1] in ("kernel", "embedding")}
+    others = jax.jit(lambda: [leaf for path, leaf in nnx.to_flat_state(nnx.state(make())) if path not in matrices])()
+    others = iter(others)
+    for path, leaf in leaves:
+        if path not in matrices:
+            leaf.set_value(next(others).get_value())
+            continue
+        size, is_router = matrices[path], "router" in path
+        scale = 0.02 if path[-1] == "embedding" else 3 / size.shape[-2] ** 0.5 if is_router else 0.06
+        leaf.set_value(jax.device_put(numbers.normal(0, scale, size.shape).astype(size.dtype)))
     return made
 
 

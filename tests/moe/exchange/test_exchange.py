@@ -65,9 +65,15 @@ def step(function):
 
 
 @functools.cache
+def step_on_one_device(recipe):
+    """Compiled once for all choices of experts."""
+    return step(functools.partial(on_one_device, recipe=recipe))
+
+
+@functools.cache
 def expected(case, devices, recipe=None, width=WIDTH):
     given = operands(case, devices, width)
-    return given, step(functools.partial(on_one_device, recipe=recipe))(*given)
+    return given, step_on_one_device(recipe)(*given)
 
 
 def operands(case, devices, width=WIDTH):
@@ -80,6 +86,11 @@ def operands(case, devices, width=WIDTH):
     )
 
 
+@functools.cache
+def step_over_devices(devices, form):
+    return step(over_devices(mesh_of((devices,)), form=form))
+
+
 @pytest.mark.usefixtures("ragged_on_cpus")
 @pytest.mark.parametrize("devices", [1, 2, 4, 8])
 @pytest.mark.parametrize("form", FORMS)
@@ -87,7 +98,7 @@ def operands(case, devices, width=WIDTH):
 def test_a_step_is_that_of_one_device(case, form, devices):
     """To the bit, whether or not the usual buffers are large enough."""
     given, wanted = expected(case, devices)
-    assert_same_bytes(step(over_devices(mesh_of((devices,)), form=form))(*given), wanted)
+    assert_same_bytes(step_over_devices(devices, form)(*given), wanted)
 
 
 @pytest.mark.slow

@@ -36,17 +36,22 @@ def hostile(dtype):
     x = rng.standard_normal((512, 300)) * np.exp2(rng.integers(-100, 100, (512, 1)))
     x[:64, 5] = np.exp2(rng.uniform(8, 10, 64))
     x[64], x[65, 7], x[66, 200] = 0, np.inf, np.nan
-    return jnp.asarray(x, dtype)
+    return x.astype(jnp.dtype(dtype))
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("fmt", KEPT, ids=repr)
+@pytest.mark.parametrize("fmt", often(KEPT[::3], KEPT), ids=repr)
 def test_what_travelled_is_quantised_again_without_another_error(fmt, dtype):
     x = hostile(dtype)
     assert is_kept(fmt)
-    once = jlp.quantize(x, fmt).dequantize()
-    assert_same_bytes(sent(x, fmt, lambda rows: rows), once)
-    again = jlp.quantize(once, fmt).dequantize()
+
+    @jax.jit
+    def travelled(x):
+        once = jlp.quantize(x, fmt).dequantize()
+        return once, sent(x, fmt, lambda rows: rows), jlp.quantize(once, fmt).dequantize()
+
+    once, found, again = travelled(x)
+    assert_same_bytes(found, once)
     np.testing.assert_array_equal(np.float32(again), np.float32(once))  # a zero may have the other sign
 
 
@@ -94,6 +99,18 @@ def over_devices(devices, recipe, form="padded", factor=2.0, wire="codes"):
     return jax.shard_map(local, mesh=mesh_of((devices,)), in_specs=(P("a"),) * 4, out_specs=P("a"))
 
 
+@functools.cache
+def step_over_devices(devices, recipe, form="padded", factor=2.0, wire="codes"):
+    """Compiled once for all choices of experts."""
+    return step(over_devices(devices, recipe, form, factor, wire))
+
+
+@functools.cache
+def step_on_one_device(recipe, wire="codes"):
+    return step(functools.partial(on_one_device, recipe=recipe, wire=wire))
+
+
+@functools.cache
 def operands(case, devices):
     tokens = devices * TOKENS
     sizes = (WIDTH, HIDDEN), (WIDTH, HIDDEN), (HIDDEN, WIDTH)
@@ -109,14 +126,14 @@ def operands(case, devices):
 @pytest.mark.usefixtures("ragged_on_cpus")
 @pytest.mark.parametrize("case", often(CASES[:1], CASES))
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("devices", often([4], [1, 2, 4, 8]))
+@pytest.mark.parametrize("devices", often([4], [1, 4, 8]))
 @pytest.mark.parametrize("wire", ["codes", "codes_both_ways"])
-@pytest.mark.parametrize("recipe", often([MX], [MX, HYBRID, BLOCK, FP4, None]), ids=str)
+@pytest.mark.parametrize("recipe", often([MX], [MX, HYBRID, FP4, None]), ids=str)
 def test_a_step(recipe, wire, devices, form, case):
     """The result and the gradients are those of one device, of the numbers that travelled, to the bit."""
     given = operands(case, devices)
-    *found, of_weights = step(over_devices(devices, recipe, form, wire=wire))(*given)
-    *expected, expected_of_weights = step(functools.partial(on_one_device, recipe=recipe, wire=wire))(*given)
+    *found, of_weights = step_over_devices(devices, recipe, form, wire=wire)(*given)
+    *expected, expected_of_weights = step_on_one_device(recipe, wire)(*given)
     assert_same_bytes(found, expected)
     np.testing.assert_allclose(of_weights, expected_of_weights, rtol=1e-5, atol=1e-5)
 
@@ -133,12 +150,11 @@ def test_codes_that_experts_read_keep_the_result(recipe):
 @pytest.mark.parametrize("factor", [0.1, 100])
 def test_buffers_of_any_size(factor):
     given = operands("even", 4)
-    wanted = step(over_devices(4, MX))(*given)
+    wanted = step_over_devices(4, MX)(*given)
     assert_same_bytes(step(over_devices(4, MX, factor=factor))(*given), wanted)
 
 
-def assert_same_in_remat_and_scan(function, given):
-    wanted = step(function)(*given)
+def assert_same_in_remat_and_scan(function, given, wanted):
     assert_same_bytes(step(jax.checkpoint(function))(*given)[:2], wanted[:2])
 
     def scanned(x, kernels, weights, experts):
@@ -150,7 +166,8 @@ def assert_same_in_remat_and_scan(function, given):
 
 @pytest.mark.slow
 def test_under_remat_and_scan():
-    assert_same_in_remat_and_scan(over_devices(4, MX), operands("even", 4))
+    given = operands("even", 4)
+    assert_same_in_remat_and_scan(over_devices(4, MX), given, step_over_devices(4, MX)(*given))
 
 
 @pytest.mark.slow
