@@ -59,6 +59,12 @@ def _run(eqn, operands):
     body = getattr(eqn.primitive, "native", {}).get("cpu")
     if body and operands[0].size:
         found = list(body(*operands))
+    elif name == "cond":
+        found = _evaluate(params["branches"][int(operands[0])], operands[1:])
+    elif name == "scan" and params["num_carry"] == len(operands):  # a loop of a fixed length
+        found = operands
+        for _ in range(params["length"]):
+            found = _evaluate(params["jaxpr"], found)
     elif name in _PRIMITIVES:
         found = [_PRIMITIVES[name](*operands, **params)]
     else:
@@ -107,6 +113,15 @@ def _slice(x, start_indices, limit_indices, strides):
     return x[tuple(map(slice, start_indices, limit_indices, strides or [1] * x.ndim))]
 
 
+def _platform_index(platforms):
+    return np.int32(next(i for i, names in enumerate(platforms) if names is None or "cpu" in names))
+
+
+def _shift_right_logical(x, places):
+    assert x.dtype.kind == "u"
+    return x >> places
+
+
 def _same(x, **_):
     return x
 
@@ -131,11 +146,14 @@ _PRIMITIVES = {
     "convert_element_type": lambda x, new_dtype, **_: x.astype(new_dtype),
     "iota": _iota,
     "pad": _pad,
+    "platform_index": _platform_index,
     "reduce_max": _reduce(np.max),
     "reshape": lambda x, new_sizes, **_: x.reshape(new_sizes),
     "select_n": _select,
+    "shift_right_logical": _shift_right_logical,
     "slice": _slice,
     "squeeze": lambda x, dimensions: np.squeeze(x, dimensions),
+    "stack": lambda *x, axis: np.stack(x, axis),
     "transpose": lambda x, permutation: x.transpose(permutation),
     "div": _div,
     "is_finite": np.isfinite,
