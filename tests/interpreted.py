@@ -66,15 +66,20 @@ def _is_known(jaxpr):
             known = _is_known(inner.jaxpr)
         elif _kernel(eqn):
             known = eqn.invars[0].aval.size > 0
+        elif eqn.primitive.name == "cond":
+            known = all(_is_known(branch.jaxpr) for branch in eqn.params["branches"])
+        elif _is_loop(eqn):
+            known = _is_known(eqn.params["jaxpr"].jaxpr)
         else:
-            known = eqn.primitive.name in _PRIMITIVES and not _is_signed_shift(eqn)
+            known = eqn.primitive.name in _PRIMITIVES
         if not known:
             return False
     return True
 
 
-def _is_signed_shift(eqn):
-    return eqn.primitive.name == "shift_right_logical" and eqn.invars[0].aval.dtype.kind != "u"
+def _is_loop(eqn):
+    """Whether an equation is a loop of a fixed length that reads and stacks nothing."""
+    return eqn.primitive.name == "scan" and eqn.params["num_carry"] == len(eqn.invars)
 
 
 def _inner(eqn):
@@ -88,8 +93,16 @@ def _run(eqn, operands):
     name, params, inner = eqn.primitive.name, eqn.params, _inner(eqn)
     if inner is not None:
         return _evaluate(inner, operands)
-    body = _kernel(eqn)
-    found = list(body(*operands)) if body else [_PRIMITIVES[name](*operands, **params)]
+    if body := _kernel(eqn):
+        found = list(body(*operands))
+    elif name == "cond":
+        found = _evaluate(params["branches"][int(operands[0])], operands[1:])
+    elif _is_loop(eqn):
+        found = operands
+        for _ in range(params["length"]):
+            found = _evaluate(params["jaxpr"], found)
+    else:
+        found = [_PRIMITIVES[name](*operands, **params)]
     found = [x if isinstance(x, np.ndarray | jax.Array) else np.asarray(x) for x in found]
     for x, var in zip(found, eqn.outvars, strict=True):
         assert (x.shape, x.dtype) == (var.aval.shape, var.aval.dtype), eqn
@@ -133,6 +146,15 @@ def _slice(x, start_indices, limit_indices, strides):
     return x[tuple(map(slice, start_indices, limit_indices, strides or [1] * x.ndim))]
 
 
+def _platform_index(platforms):
+    return np.int32(next(i for i, names in enumerate(platforms) if names is None or "cpu" in names))
+
+
+def _shift_right_logical(x, places):
+    assert x.dtype.kind == "u"
+    return x >> places
+
+
 def _same(x, **_):
     return x
 
@@ -157,13 +179,16 @@ _PRIMITIVES = {
     "convert_element_type": lambda x, new_dtype, **_: x.astype(new_dtype),
     "iota": _iota,
     "pad": _pad,
+    "platform_index": _platform_index,
     "reduce_max": _reduce(np.max),
     "reduce_min": _reduce(np.min),
     "reshape": lambda x, new_sizes, **_: x.reshape(new_sizes),
     "select_n": _select,
+    "shift_right_logical": _shift_right_logical,
     "slice": _slice,
     "random_unwrap": lambda key: np.asarray(jax.random.key_data(key)),
     "squeeze": lambda x, dimensions: np.squeeze(x, dimensions),
+    "stack": lambda *x, axis: np.stack(x, axis),
     "transpose": lambda x, permutation: x.transpose(permutation),
     "div": _div,
     "is_finite": np.isfinite,
@@ -186,7 +211,6 @@ _PRIMITIVES = {
             "not": np.invert,
             "or": np.bitwise_or,
             "shift_left": np.left_shift,
-            "shift_right_logical": np.right_shift,  # of unsigned numbers
             "sub": np.subtract,
             "xor": np.bitwise_xor,
         }.items()

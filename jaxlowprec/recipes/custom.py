@@ -75,7 +75,7 @@ class Custom(Recipe):
             answer = answers[tensor]
             if not isinstance(answer, Mapping):
                 given = _role(asked[tensor], answer)
-                return given if given is None or gemm == "wgrad" else given.without_rotation()
+                return given if given is None or gemm == "wgrad" else given.without_rotation
             needs = [gemm for gemm, operands in GEMMS.items() if tensor in operands]
             if set(answer) != set(needs):
                 raise TypeError(

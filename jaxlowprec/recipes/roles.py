@@ -8,6 +8,7 @@ it is part of jit's cache key, and a changed recipe is never ignored. Field name
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import TYPE_CHECKING, Any, Literal
 
 from jaxlowprec.arguments import is_one_of, one_of, shown
@@ -84,6 +85,7 @@ class Role:
         """Whether it is rotated with signs that are drawn."""
         return self.hadamard is not None and self.hadamard.drawn
 
+    @functools.cached_property
     def without_rotation(self) -> Role:
         """The same role without `hadamard`."""
         return self if self.hadamard is None else dataclasses.replace(self, hadamard=None)
@@ -250,7 +252,7 @@ class Roles:
         own = getattr(self, gemm)
         if own is None:
             role = getattr(self, tensor)
-            return role if role is None or gemm == "wgrad" else role.without_rotation()
+            return role if role is None or gemm == "wgrad" else role.without_rotation
         return own[GEMMS[gemm].index(tensor)] if isinstance(own, tuple) else None
 
     @property

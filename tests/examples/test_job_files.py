@@ -73,7 +73,7 @@ def options_of(name, folder, monkeypatch):
     (folder / ".venv" / "bin").symlink_to(folder)
     command, variables = command_of(name)
     environment = python_environment(PATH=f"{folder}:/usr/bin:/bin", **variables)
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=True, timeout=600)
     script, *arguments = json.loads(done.stdout)
     assert script == "examples/train_lm.py"
     monkeypatch.chdir(folder)

@@ -112,7 +112,7 @@ class TestRows:
     def test_a_pattern_without_a_row_lists_the_rows(self):
         command = [sys.executable, BENCHMARKS / "gpu.py", "--only", "trainings"]
         variables = os.environ | {"JAX_PLATFORMS": "cpu"}
-        done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=120, check=False)
+        done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=600, check=False)
         assert done.returncode == 2
         assert "'trainings' is no row's name: needs one of training, few-rows, gemms, memory" in done.stderr
 
@@ -143,7 +143,7 @@ class TestProfile:
 
     def test_a_file_that_is_missing_is_named(self, tmp_path):
         command = [sys.executable, BENCHMARKS / "gpu_profile.py", tmp_path / "gpu.json"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
         assert done.returncode == 1
         assert "gpu.json does not exist: needs the rows that benchmarks/gpu.py --save writes" in done.stdout
 

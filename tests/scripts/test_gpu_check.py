@@ -46,7 +46,7 @@ def kill_session(leader):
             session = int(file.read_text().rpartition(")")[2].split()[3])
             if session == leader.pid:
                 os.kill(int(file.parent.name), signal.SIGKILL)
-    leader.communicate(timeout=120)
+    leader.communicate(timeout=600)
 
 
 READS_FILES = """
@@ -256,7 +256,7 @@ class TestCutOff:
         file = repository.out / "gpu.json"
         wait_for(lambda: file.exists() and "quantize" in file.read_text())
         process.send_signal(signal.SIGTERM)
-        printed = process.communicate(timeout=120)[0]
+        printed = process.communicate(timeout=600)[0]
         assert process.returncode == 1
         assert "bench: FAILED, gpu_check.sh was ended from outside" in printed
         assert "bench: FAILED" in (repository.out / "summary.txt").read_text()

@@ -39,7 +39,7 @@ def run(folder, *arguments):
     given = [f"--results={file}", f"--before={before}", "--key=a device", "--run=one", "--rootdir=.", *arguments]
     command = [sys.executable, "-m", "pytest", "-p", "xdist.plugin", "-p", "no:cacheprovider", "-p", "results", *given]
     done = subprocess.run(
-        command, cwd=folder, env=os.environ | variables, capture_output=True, text=True, timeout=120, check=False
+        command, cwd=folder, env=os.environ | variables, capture_output=True, text=True, timeout=600, check=False
     )
     records = [json.loads(line) for line in file.read_text().splitlines()]
     return done, {r["test"].split("::")[-1]: r for r in records if r.get("outcome") not in (None, "started")}
@@ -47,7 +47,7 @@ def run(folder, *arguments):
 
 def count(folder, name="one"):
     command = [sys.executable, SCRIPTS / "gpu_check" / "results.py", "count", folder / "tests.jsonl", name]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     return done.returncode, done.stdout
 
 

@@ -58,7 +58,7 @@ def report_of(package=None, **environment):
         cwd=package or REPOSITORY,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=1200,
         check=False,
     )
     assert done.returncode == 0, done.stderr

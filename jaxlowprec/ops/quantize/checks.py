@@ -33,8 +33,8 @@ def quantizable(who: str, x: Any, fmt: Any) -> jax.Array:
 
 def checked_options(
     who: str, axes: tuple[int, ...], rounding: Any, offset: Any, axis_name: Any, rows_split: Any, implementation: Any
-) -> tuple[Any, Any]:
-    """Raises for invalid options; returns the row and column of `offset`."""
+) -> tuple[Any, Any] | None:
+    """Raises for invalid options; returns the row and column of `offset`; None if both are 0."""
     one_of(who, "rounding", rounding, *ROUNDINGS)
     a_flag(who, rows_split=rows_split)
     check_implementation(who, implementation)
@@ -45,7 +45,8 @@ def checked_options(
     row, column = (
         _index(who, offset, axis, o, BLOCK if axis in axes else 1) for axis, o in zip((-2, -1), offset, strict=True)
     )
-    return row, column
+    known = not isinstance(row, jax.Array) and not isinstance(column, jax.Array)
+    return None if known and row == column == 0 else (row, column)
 
 
 def _index(who: str, offset: Any, axis: int, index: Any, unit: int) -> Any:

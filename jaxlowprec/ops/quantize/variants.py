@@ -47,27 +47,31 @@ def spec_of(
 
 
 def random_operands(
-    spec: QuantizeSpec, x: Any, words: jax.Array | None, offset: tuple[Any, Any] = (0, 0)
+    spec: QuantizeSpec, x: Any, words: jax.Array | None, offset: tuple[Any, Any] | None = None
 ) -> list[jax.Array]:
     """The op's operands for random bits, made beside the op, so that they are split as x is.
 
     Arguments:
         words: of the key, uint32 [..., 2]; None: to nearest.
-        offset: row and column of x's first element.
+        offset: row and column of x's first element, uint32; None: x begins the array.
     """
     if words is None:
         return []
-    (row, column), (rows, columns) = offset, x.shape[-2:]
+    rows, columns = x.shape[-2:]
     parts = x.shape[-3:-2] if spec.rows_split else ()
+    row, column = offset or (None, None)
+    row_sixteen, column_sixteen = (None if first is None else first // BLOCK for first in (row, column))
 
     def indices(first, count, *lead):
-        return jnp.arange(math.prod((*lead, count)), dtype=jnp.uint32).reshape(*lead, count) + first
+        index = jax.lax.iota(jnp.uint32, math.prod((*lead, count)))
+        index = index.reshape(*lead, count) if lead else index
+        return index if first is None else index + first
 
     operands = [words]
     if spec.rowwise:
-        operands += [indices(row, rows, *parts), indices(column // BLOCK, -(-columns // BLOCK))]
+        operands += [indices(row, rows, *parts), indices(column_sixteen, -(-columns // BLOCK))]
     if spec.columnwise:
-        operands += [indices(column, columns), indices(row // BLOCK, -(-rows // BLOCK), *parts)]
+        operands += [indices(column, columns), indices(row_sixteen, -(-rows // BLOCK), *parts)]
     return operands
 
 
