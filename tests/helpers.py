@@ -203,7 +203,7 @@ def python_environment(**variables):
     return os.environ | {"PYTHONPATH": path, "JAX_PLATFORMS": "cpu"} | variables
 
 
-def _python(*arguments, timeout=300, **variables):
+def _python(*arguments, timeout=1200, **variables):
     return subprocess.run(
         [sys.executable, *arguments],
         env=python_environment(**variables),
