@@ -75,7 +75,7 @@ _CALLS = ("jit", "closed_call", "custom_jvp_call", "custom_vjp_call", "custom_vm
 
 def _bitcast(x, new_dtype):
     old, new = x.dtype.itemsize, np.dtype(new_dtype).itemsize
-    x = np.ascontiguousarray(x)
+    x = np.asarray(x, order="C")  # ascontiguousarray gives a scalar an axis
     if old == new:
         return x.view(new_dtype)
     return x[..., None].view(new_dtype) if old > new else x.view(new_dtype)[..., 0]
