@@ -114,9 +114,9 @@ _CALLS = ("jit", "closed_call", "custom_jvp_call", "custom_vjp_call", "custom_vm
 
 def _bitcast(x, new_dtype):
     old, new = x.dtype.itemsize, np.dtype(new_dtype).itemsize
+    x = np.asarray(x, order="C")  # ascontiguousarray gives a scalar an axis
     if old == new:
         return x.view(new_dtype)
-    x = np.ascontiguousarray(x)
     return x[..., None].view(new_dtype) if old > new else x.view(new_dtype)[..., 0]
 
 
@@ -151,8 +151,8 @@ def _platform_index(platforms):
 
 
 def _shift_right_logical(x, places):
-    assert x.dtype.kind == "u"
-    return x >> places
+    bits = np.dtype(f"u{x.dtype.itemsize}")
+    return (x.view(bits) >> places.view(bits)).view(x.dtype)
 
 
 def _same(x, **_):

@@ -25,5 +25,19 @@ class Held(rl.report.Progress):
             time.sleep(0.01)
 
 
+def main():
+    """Ray gives itself 30 seconds to start, which a busy machine may not have for it."""
+    for _ in range(9):
+        try:
+            return rl_loop.main()
+        except Exception as error:
+            if "timed out during startup" not in str(error):
+                raise
+            import ray
+
+            ray.shutdown()
+    return rl_loop.main()
+
+
 rl.report.Progress = Held
-rl_loop.main()
+main()

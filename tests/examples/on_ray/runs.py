@@ -96,8 +96,12 @@ class Run:
             (self.folder / f"after-{iteration}").touch()
         self._process = subprocess.Popen(
             [sys.executable, PROGRAM, "--engine", "ray", "--out", str(out), *SMALL, *options],
-            # Ray's sockets need a short path
-            env=python_environment(PYTHONPATH=path, HOLD=self._folder.name, TMPDIR=self._folder.name),
+            env=python_environment(
+                PYTHONPATH=path,
+                HOLD=self._folder.name,
+                TMPDIR=self._folder.name,  # Ray's sockets need a short path
+                RAY_worker_register_timeout_seconds=str(int(LONGEST)),  # until a worker that is slow to start is killed
+            ),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
