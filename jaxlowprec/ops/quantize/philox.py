@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,8 @@ def _multiply_wide(a: jax.Array, b: int) -> tuple[jax.Array, jax.Array]:
     return a_high * b_high + (middle >> 16) + (carry >> 16), a * jnp.uint32(b)
 
 
-Words = tuple[jax.Array, ...]
+Words = tuple[Any, ...]
+"""uint32 arrays, of JAX or of NumPy, whose shapes broadcast."""
 
 
 def _round(_: int, state: tuple[Words, Words]) -> tuple[Words, Words]:
@@ -39,7 +40,7 @@ def _ten_rounds(counter: Words, key: Words, unroll: int = 1) -> Words:
 
 
 def philox4x32(counter: Words, key: Words) -> Words:
-    """Ten rounds on four uint32 counter words with a key of two; their shapes broadcast.
+    """Ten rounds on four counter words with a key of two.
 
     On a CPU they are a loop: it compiles several times faster than its rounds one after the other, and XLA would fuse
     those into a kernel that computes most of them again and again. On a GPU each round of a loop would be a kernel.
@@ -51,10 +52,10 @@ def philox4x32(counter: Words, key: Words) -> Words:
 
 
 def words_at(
-    words: jax.Array,
-    first: jax.Array | int = 0,
-    second: jax.Array | int = 0,
-    third: jax.Array | int = 0,
+    words: jax.Array | np.ndarray,
+    first: jax.Array | np.ndarray | int = 0,
+    second: jax.Array | np.ndarray | int = 0,
+    third: jax.Array | np.ndarray | int = 0,
     *,
     stream: int,
 ) -> jax.Array:
@@ -70,7 +71,7 @@ def words_at(
 
 
 @jax.jit
-def _two_words(words: jax.Array, counter: Words) -> jax.Array:
+def _two_words(words: Any, counter: Words) -> jax.Array:
     return jnp.stack(philox4x32(counter, (words[..., 0], words[..., 1]))[:2], axis=-1)
 
 
