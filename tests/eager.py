@@ -3,7 +3,7 @@
     from tests.eager import jlp
 
 Called with arrays, an op is traced as `jax.jit` would trace it, and evaluated by tests/interpreted.py. With tracers,
-for the reference, and on a GPU the ops are the library's own.
+with NumPy's doubles, for the reference and on a GPU the ops are the library's own.
 """
 
 import functools
@@ -32,7 +32,8 @@ def evaluated(function):
         is_array = [isinstance(leaf, jax.Array | np.ndarray | np.generic) for leaf in leaves]
         by_reference = any(isinstance(leaf, str) and leaf == "reference" for leaf in leaves)
         traced = any(isinstance(leaf, jax.core.Tracer) for leaf in leaves)
-        if by_reference or traced or not any(is_array) or ON_GPU or not native.platforms():
+        wide = any(isinstance(leaf, np.ndarray | np.generic) and leaf.dtype.itemsize == 8 for leaf in leaves)
+        if by_reference or traced or wide or not any(is_array) or ON_GPU or not native.platforms():
             return function(*args, **kwargs)
         _check_arrays(function, args, kwargs)
         static = tuple(None if array else leaf for leaf, array in zip(leaves, is_array, strict=True))
