@@ -129,7 +129,7 @@ def _buffers(arrays):
 
 
 def _attributes(attributes):
-    """As XLA passes them: sorted by name; numbers of Python are float32 or int64, as `jax.ffi.ffi_call` has them."""
+    """As XLA passes them, sorted by name; numbers are of NumPy's dtype, an int of Python int64."""
     types, names, values, kept = [], [], [], []
     for name, value in sorted(attributes.items()):
         names.append(_ByteSpan(name.encode(), len(name)))

@@ -155,7 +155,7 @@ def define(
         if native:
             mapping = native if isinstance(native, Mapping) else dict.fromkeys(platforms, native)
             native = {platform: _without_last(body) for platform, body in mapping.items()}
-    primitive = Primitive(name)
+    primitive: Any = Primitive(name)
     primitive.multiple_results = True
     collectives = [collective] * len(rule.results) if callable(collective) else collective
 

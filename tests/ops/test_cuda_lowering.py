@@ -1,6 +1,7 @@
 """What the ops become on NVIDIA GPUs, read off the lowered code: nothing here runs on one."""
 
 import dataclasses
+import functools
 import itertools
 import re
 
@@ -18,6 +19,7 @@ from jaxlowprec.ops.scaled_matmul import cuda
 from jaxlowprec.ops.weight_only_matmul import cuda as weight_only_cuda
 from jaxlowprec.ops.weight_only_matmul.op import WeightOnlySpec
 from tests.cuda_without_gpu.claiming_cuda import claiming_cuda, custom_calls
+from tests.eager import evaluated
 from tests.helpers import FLOATS, ONE_OF_EACH, assert_same_numbers, often, random_array
 
 GEMM_WORKSPACE = (32 << 20) + 256  # cuBLASLt's own, and room to align it
@@ -341,12 +343,14 @@ WEIGHTS = (*ONE_OF_EACH, jlp.Int4(32), jlp.Int4(32, False, "float16"))
 def test_xlas_gemm_of_the_decoded_weight_is_the_product(fmt, dtype):
     """Run on the CPU: what it computes is the same on a GPU."""
     x, w = random_array((5, 160), dtype, 1), random_array((40, 160), seed=2)
-    q = jlp.quantize(w.astype(fmt.scale_dtype) if fmt.element == "int4" else w, fmt)
+    w = np.asarray(w).astype(jnp.dtype(fmt.scale_dtype)) if fmt.element == "int4" else w
+    q = evaluated(jlp.quantize)(w, fmt)
     bias, epilogue = random_array((40,), "float32", 3), Epilogue(True, False, "gelu", False, jnp.float32)
     spec = WeightOnlySpec(fmt, False, False, True, epilogue)
-    (y,) = weight_only_cuda.decoded_matmul(spec, x, q.data, q.scale, q.amax, q.zero_point, [bias])
-    expected = jlp.scaled_matmul(x, q, bias, "gelu", out_dtype=jnp.float32)
-    assert jnp.allclose(y, expected, rtol=1e-5, atol=1e-4)
+    multiply = jax.jit(functools.partial(weight_only_cuda.decoded_matmul, spec))
+    (y,) = multiply(x, q.data, q.scale, q.amax, q.zero_point, [bias])
+    expected = evaluated(jlp.scaled_matmul)(x, q, bias, "gelu", out_dtype=jnp.float32)
+    np.testing.assert_allclose(y, expected, rtol=1e-5, atol=1e-4)
 
 
 class TestSlices:

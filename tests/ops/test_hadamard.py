@@ -163,7 +163,7 @@ class TestByKernels(ByKernels, HadamardCases):
 
 
 @given(columns=st.integers(1, 300), size=st.sampled_from([16, 32]), seed=st.integers(0, 999))
-@settings(max_examples=20)  # each compiles
+@settings(max_examples=20)  # each is traced
 def test_kernels_of_arbitrary_lengths(columns, size, seed):
     assert_is_the_rule("ffi", [random_array((32, columns), "float32", seed)], size, CUSTOM)
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-import jaxlowprec as jlp
+from tests.eager import jlp
 from tests.helpers import ONE_OF_EACH, format_name
 
 X = jnp.ones((16, 32))

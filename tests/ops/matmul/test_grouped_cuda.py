@@ -245,6 +245,13 @@ class TestProducts:
         return row, jlp.quantize(w, jlp.NVFP4(), axis=-2).mT
 
 
+@functools.partial(jax.jit, static_argnames="chunk")
+def by_chunks_and_plain(x, w, dy, sizes, chunk):
+    f32 = jnp.dtype("float32")
+    expected = plain_rows(x, w, sizes, f32), plain_wgrad(x, dy, sizes, f32)
+    return (rows_by_chunks(f32, None, chunk, x, sizes, w), wgrad_by_chunks(f32, None, chunk, x, sizes, dy)), expected
+
+
 class TestHighPrecision:
     """Chunks of more rows than the CPU's."""
 
@@ -252,16 +259,8 @@ class TestHighPrecision:
     @pytest.mark.parametrize("chunk", [16, 512])
     def test_the_sums_are_the_cpus(self, case, chunk):
         x, sizes = rows_of(case)
-        x, w = x.astype(jnp.float32), random_array((sizes.size, x.shape[1], 24), "float32", 3)
-        dy, f32 = random_array((x.shape[0], 24), "float32", 4), jnp.dtype("float32")
-
-        @jax.jit
-        def both(x, w, dy, sizes):
-            expected = plain_rows(x, w, sizes, f32), plain_wgrad(x, dy, sizes, f32)
-            found = rows_by_chunks(f32, None, chunk, x, sizes, w), wgrad_by_chunks(f32, None, chunk, x, sizes, dy)
-            return found, expected
-
-        found, expected = both(x, w, dy, sizes)
+        x, w = np.asarray(x, np.float32), random_array((sizes.size, x.shape[1], 24), "float32", 3)
+        found, expected = by_chunks_and_plain(x, w, random_array((x.shape[0], 24), "float32", 4), sizes, chunk=chunk)
         for y, e in zip(found, expected, strict=True):
             np.testing.assert_allclose(y, e, rtol=1e-5, atol=1e-4)
 

@@ -44,7 +44,7 @@ def epilogue_operands(sizes, dtype, seed):
 
 @functools.cache
 def operands_and_products(formats, sizes):
-    """Once for all instruction sets."""
+    """Once for both implementations."""
     pairs = [operands(one, formats) for one in sizes]
     return pairs, [product(*pair, out_dtype=jnp.float32)[0] for pair in pairs]
 
@@ -175,7 +175,7 @@ class TestByKernels(ByKernels, ScaledMatmulCases):
     seed=st.integers(0, 999),
     out_dtype=st.sampled_from(FLOATS),
 )
-@settings(max_examples=20)  # each compiles
+@settings(max_examples=20)  # each is traced
 def test_kernels_of_arbitrary_sizes(sizes, formats, seed, out_dtype):
     assert_multiplies(*operands(sizes, formats, seed), "ffi", out_dtype=out_dtype)
 

@@ -114,7 +114,7 @@ EPILOGUE_SIZES = (2, 5, 160, 21)
 
 @functools.cache
 def epilogues(pair, cases):
-    """Operands and the oracle's results: once for all instruction sets."""
+    """Operands and the oracle's results: once for both implementations."""
     *batch, m, _, n = EPILOGUE_SIZES
     extras = {
         dtype: {
@@ -261,7 +261,7 @@ class TestBytesByKernels(ByKernels, BytesCases):
     seed=st.integers(0, 999),
     out_dtype=st.sampled_from(FLOATS),
 )
-@settings(max_examples=20)  # each compiles
+@settings(max_examples=20)  # each is traced
 def test_kernels_of_arbitrary_sizes(sizes, pair, seed, out_dtype):
     assert_multiplies(*operands(sizes, pair, seed), "ffi", out_dtype=out_dtype)
 

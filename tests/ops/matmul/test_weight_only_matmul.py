@@ -82,7 +82,7 @@ def assert_multiplies(x, q, *implementations, **options):
 
 @functools.cache
 def pairs_and_products(fmt, sizes, dtype):
-    """Once for all instruction sets."""
+    """Once for both implementations."""
     pairs = [operands(one, fmt, dtype) for one in sizes]
     return pairs, [weight_only_product(*pair, out_dtype=jnp.float32)[0] for pair in pairs]
 
@@ -234,7 +234,7 @@ class TestByKernels(ByKernels, WeightOnlyCases):
     dtype=st.sampled_from(FLOATS),
     seed=st.integers(0, 999),
 )
-@settings(max_examples=20)  # each compiles
+@settings(max_examples=20)  # each is traced
 def test_kernels_of_arbitrary_sizes(sizes, fmt, dtype, seed):
     assert_multiplies(*operands(sizes, fmt, dtype, seed), "ffi", out_dtype=jnp.float32)
 

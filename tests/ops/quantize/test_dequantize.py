@@ -156,7 +156,7 @@ class TestByKernels(ByKernels, DequantizeCases):
     axis=st.sampled_from([-1, -2]),
     seed=st.integers(0, 999),
 )
-@settings(max_examples=20)  # each compiles
+@settings(max_examples=20)  # each is traced
 def test_kernels_of_arbitrary_shapes(shape, fmt, axis, seed):
     assert_dequantizes(quantized_from_bytes(shape, fmt, seed, axis=axis), "bfloat16", "ffi")
 
