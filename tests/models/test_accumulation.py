@@ -296,7 +296,7 @@ def test_on_a_mesh_that_splits_the_batch():
     mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     x = jax.device_put(X, jax.NamedSharding(mesh, jax.P("data")))
     params = jax.device_put(PARAMS, jax.NamedSharding(mesh, jax.P()))
-    with jlp.autocast(jlp.MXFP8BlockScaling()):
+    with jlp.autocast(NVFP4):
         program = jax.jit(jlp.accumulate_gradients(loss, PARTS)).lower(params, x).compile()
         value, gradients = program(params, x)
         wanted = jax.jit(jlp.accumulate_gradients(loss, PARTS))(PARAMS, X)
