@@ -29,7 +29,7 @@ def test_a_kill_at_any_moment_leaves_a_complete_version(kind, victim, kills, tmp
     assert saw["torn"] == 0 and len(saw["versions"]) == kills
     assert saw["states"].get("receiving", 0) >= kills // 10  # the kills were within syncs
     if victim == "trainer":
-        assert saw["versions"] == sorted(saw["versions"]) and saw["versions"][-1] > kills
+        assert saw["versions"] == sorted(saw["versions"]) and saw["versions"][-1] >= kills
     descriptors = saw["descriptors"]
     assert max(descriptors[-10:]) <= max(descriptors[:10]) + 2
     assert named_memory() == before
