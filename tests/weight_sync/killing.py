@@ -1,8 +1,8 @@
 """Kills a trainer or an engine at random moments of a sync, again and again. Run as a program; see test_kills.
 
-    python -m tests.weight_sync.killing tcp|shared trainer|engine KILLS FOLDER
+    python -m tests.weight_sync.killing tcp|shared KILLS FOLDER
 
-This process has one thread and no connection, so that it may fork. It prints what it saw, as JSON.
+This process has one thread and no connection, so that it may fork. It prints what it saw of each, as JSON.
 """
 
 import contextlib
@@ -145,8 +145,10 @@ def until(engine, condition):
     return said
 
 
-def main(kind, victim, kills, folder):
+def killed(kind, victim, kills, folder):
+    """What was seen while trainers, or engines, were killed."""
     random.seed(7)
+    folder.mkdir()
     serving, training = Engine(kind, folder), forked(trainer, kind, folder)
     torn, states, versions, descriptors = 0, {}, [], []
     for kill_number in range(kills):
@@ -179,8 +181,9 @@ def main(kind, victim, kills, folder):
             descriptors.append(len(list(pathlib.Path(f"/proc/{training}/fd").iterdir())))
     kill(training)
     serving.kill()
-    print(json.dumps({"torn": torn, "states": states, "versions": versions, "descriptors": descriptors}))
+    return {"torn": torn, "states": states, "versions": versions, "descriptors": descriptors}
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], int(sys.argv[3]), pathlib.Path(sys.argv[4]))
+    kind, kills, folder = sys.argv[1], int(sys.argv[2]), pathlib.Path(sys.argv[3])
+    print(json.dumps({victim: killed(kind, victim, kills, folder / victim) for victim in ("trainer", "engine")}))
