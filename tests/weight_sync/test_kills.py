@@ -3,6 +3,7 @@
 import json
 import os
 import pathlib
+import time
 
 import pytest
 
@@ -18,7 +19,7 @@ def kill(kind, kills, tmp_path):
 
 
 def named_memory():
-    return sorted(path.name for path in pathlib.Path("/dev/shm").iterdir())
+    return {path.name for path in pathlib.Path("/dev/shm").iterdir()}
 
 
 @pytest.mark.parametrize("kills", [20, pytest.param(200, marks=pytest.mark.every_case)])
@@ -34,4 +35,7 @@ def test_a_kill_at_any_moment_leaves_a_complete_version(kind, kills, tmp_path):
         assert max(descriptors[-10:]) <= max(descriptors[:10]) + 2
     versions = seen["trainer"]["versions"]
     assert versions == sorted(versions) and versions[-1] >= kills
-    assert named_memory() == before
+    until = time.monotonic() + 60
+    while (left := named_memory() - before) and time.monotonic() < until:
+        time.sleep(0.1)  # those of other tests go
+    assert not left
