@@ -45,6 +45,7 @@ def send_module(receiver, tensors, scheme, version=1, buckets=1):
         receiver.resume()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES)
 @pytest.mark.parametrize("form", ["published", "plain"])
 def test_a_dump_is_what_was_sent(scheme, form):
@@ -59,6 +60,7 @@ def test_a_dump_of_an_engines_layout_is_what_was_sent(scheme, form):
     assert differences(sent, received(sent, form)) == []
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES)
 def test_a_dump_of_extreme_values_is_what_was_sent(scheme, dtype):
@@ -79,6 +81,7 @@ def test_codes_under_a_zero_scale_are_dumped():
     assert receiver.dump()["m.weight_packed"].tobytes() == tensors["weight_packed"].tobytes()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES)
 def test_plain_weights_are_what_a_reader_of_the_format_computes(scheme):
     sent = source(scheme)

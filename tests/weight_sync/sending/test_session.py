@@ -217,7 +217,7 @@ def watched(source, told):
     """Tells of each bundle that its arrays are being made."""
     for bundle in source.bundles:
         inner = bundle.arrays
-        object.__setattr__(bundle, "arrays", lambda d=False, g=bundle, i=inner: (told(g), i(d))[1])
+        object.__setattr__(bundle, "arrays", lambda on_device=False, g=bundle, i=inner: (told(g), i(on_device))[1])
 
 
 @both
@@ -234,7 +234,7 @@ def test_making_buckets_overlaps_their_transfer(transport):
 
     receiver = Receiver()
     push(source, Waiting(receiver), max_bytes=4000)
-    assert is_whole(receiver.weights)
+    assert receiver.version == 1 and len(receiver.weights) == 10
 
 
 def test_two_payloads_are_alive_at_most():

@@ -79,6 +79,7 @@ def test_experts_are_sent_as_a_conversion_writes_them(name, tmp_path):
     ]
 
 
+@pytest.mark.sampled(3)
 @over_schemes
 def test_what_is_sent_is_what_saving_a_quantised_tree_writes(scheme, tmp_path):
     tree = kernels_quantised(llama(), scheme)
@@ -214,6 +215,7 @@ def test_an_argument_of_another_kind_is_refused_at_once(arguments, error, messag
         WeightSource(llama(), **arguments)
 
 
+@pytest.mark.sampled(3)
 @over_schemes
 @pytest.mark.parametrize("wrong", [np.nan, np.inf])
 def test_a_weight_that_is_not_finite_is_an_error_that_names_it(scheme, wrong):
