@@ -16,6 +16,8 @@ ARGS ?=
 NATIVE := CMakeLists.txt pyproject.toml $(shell find xla_ffi cmake -type f)
 CPP := $(shell find xla_ffi cmake tests benchmarks -name '*.h' -o -name '*.cc' -o -name '*.cu' -o -name '*.cuh')
 export JAX_PLATFORMS ?= cpu
+# Modules are compiled when they are first imported; where nothing may be written, each of the tests' processes does it again.
+unexport PYTHONDONTWRITEBYTECODE
 # What XLA has compiled once, later tests and processes load.
 test: export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/build/jax_cache
 test: export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS ?= 0
