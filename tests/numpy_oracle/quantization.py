@@ -91,7 +91,7 @@ def amax(x, dtype, negative=None):
     """float32 [...] of [..., R, C]: the largest magnitude, after a rotation along R if there are signs."""
     with np.errstate(all="ignore"):
         x = np.asarray(x).astype(F)
-        if negative is not None:
+        if negative is not None and x.size:
             lines = np.swapaxes(x, -1, -2)
             lines = np.pad(lines, [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-2] % len(negative))])
             x = rotate(lines, negative).astype(dtype).astype(F)

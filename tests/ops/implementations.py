@@ -34,6 +34,7 @@ class ByReference:
     compiled = staticmethod(jax.jit)
 
 
+@pytest.mark.sampled(3)  # whatever the module says: a case is cheap
 @pytest.mark.usefixtures("isa")
 class ByKernels:
     """The native code under the best instruction set, which tests/cpp compares with the others; with

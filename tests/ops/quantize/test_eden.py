@@ -75,21 +75,21 @@ class EdenCases(OracleCases):
     def test_ties_and_outliers(self, number, x):
         self.assert_gives_the_oracles([x], self.DRAWN[number % len(self.DRAWN)], ROWS)
 
-    @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
     @over_rules
-    def test_what_is_not_finite_never_comes_out_finite(self, fmt, bad):
-        x = np.array(random_array((48, 32), "float32"))
-        x[3, 5] = bad
-
+    def test_what_is_not_finite_never_comes_out_finite(self, fmt):
         @self.compiled
         def with_and_without_an_amax(x):
             options = {"implementation": self.implementation}
             both = quantized(x, fmt, **options), quantized(x, fmt, amax=jnp.float32(4), **options)
             return both[0], *(jlp.dequantize(q, **options) for q in both)
 
-        q, decoded, with_amax = with_and_without_an_amax(x)
-        assert not np.isfinite(float(q.amax)) and not np.asarray(q.data).any() and np.isnan(np.asarray(decoded)).all()
-        assert np.isfinite(np.asarray(with_amax)).sum() == 48 * 32 - 16  # its block, and no other
+        x = np.array(random_array((48, 32), "float32"))
+        for bad in (np.nan, np.inf, -np.inf):
+            x[3, 5] = bad
+            q, decoded, with_amax = with_and_without_an_amax(x)
+            assert not np.isfinite(float(q.amax)) and not np.asarray(q.data).any()
+            assert np.isnan(np.asarray(decoded)).all()
+            assert np.isfinite(np.asarray(with_amax)).sum() == 48 * 32 - 16  # its block, and no other
 
     @over_rules
     def test_a_part_at_any_block_has_the_bytes_of_the_whole(self, fmt):
