@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 import jaxlowprec as jlp
 from jaxlowprec.ops.statistics.finish import SCALARS
 from jaxlowprec.telemetry.taps import sketch
-from tests.helpers import random_array
+from tests.helpers import often, random_array
 from tests.sharding.meshes import by_axis_type, mesh_of, place
 
 NEAREST = jlp.NVFP4BlockScaling(disable_stochastic_rounding=True)
@@ -86,7 +86,7 @@ def quantized(rows, axis, role):
 
 
 class TestTelemetry:
-    @pytest.mark.parametrize("recipe", RECIPES, ids=lambda r: type(r).__name__)
+    @pytest.mark.parametrize("recipe", often([MXFP8, RECIPES[3]], RECIPES), ids=lambda r: type(r).__name__)
     @pytest.mark.parametrize("rows", [1, 37, 128, 150])
     def test_one_group_has_the_statistics_of_its_rows(self, recipe, rows):
         x = np.array(X)

@@ -9,7 +9,7 @@ from flax import nnx
 
 import jaxlowprec as jlp
 from tests.flax.libraries import numbers
-from tests.helpers import assert_same_bytes, random_array
+from tests.helpers import assert_same_bytes, often, random_array
 from tests.layers.fused.layers import EXACT
 from tests.low_precision import recipes
 
@@ -17,7 +17,9 @@ K, F = 64, 96
 X = random_array((2, 32, K), jnp.bfloat16)
 TWICE = np.asarray(X) + np.asarray(X)
 RECIPES = recipes("bf16", "nvfp4", "mxfp8", "fp8_delayed", "int4_qat")
-by_recipe = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+by_recipe = pytest.mark.parametrize(  # what Flax adds is the same for all recipes but those with a state
+    "recipe", often([RECIPES["mxfp8"], RECIPES["fp8_delayed"]], RECIPES.values()), ids=RECIPES
+)
 BF16 = {"dtype": jnp.bfloat16}
 
 
