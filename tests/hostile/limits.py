@@ -128,7 +128,7 @@ class Isolated:
     def __exit__(self, *_):
         if self._process is not None:
             self._process.stdin.close()
-            self._process.wait(30)
+            self._process.wait(600)
             self._process.stdout.close()
             self._errors.close()
             self._process = None
