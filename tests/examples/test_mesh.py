@@ -107,9 +107,10 @@ class TestLosses:
         ids=str,
     )
     def test_under_a_recipe_part_no_more_than_perturbed_runs(self, sizes, sequence_parallel, on_one_device, tmp_path):
-        one = on_one_device("nvfp4")
-        run = trained("nvfp4", layout_of(sizes, sequence_parallel), tmp_path)
-        floor = noise_floor(on_one_device, "nvfp4")
+        options = {"config": IN_FLOAT32, "steps": 20}
+        one = on_one_device("nvfp4", **options)
+        run = trained("nvfp4", layout_of(sizes, sequence_parallel), tmp_path, **options)
+        floor = noise_floor(on_one_device, "nvfp4", **options)
         _, first, _ = difference(run, one)
         assert first < FLIPPED and parted(run, one) < 2 * floor < 0.005
 

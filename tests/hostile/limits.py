@@ -18,7 +18,7 @@ import time
 from tests.helpers import python_environment
 
 ROOT = pathlib.Path(__file__).parents[2]
-LEAST_SECONDS, SECONDS_PER_MEGABYTE = 1.0, 1.0  # of processor time
+LEAST_SECONDS, SECONDS_PER_MEGABYTE = 5.0, 5.0  # of processor time: fifty times what most cases take
 MEMORY = 512 << 20  # bytes of address space beyond what the worker has after its first cases
 SILENCE = 60.0  # seconds until a worker that says nothing is ended
 STARTING = 300.0  # seconds for its imports and first cases
@@ -128,7 +128,7 @@ class Isolated:
     def __exit__(self, *_):
         if self._process is not None:
             self._process.stdin.close()
-            self._process.wait(30)
+            self._process.wait(600)
             self._process.stdout.close()
             self._errors.close()
             self._process = None

@@ -24,7 +24,7 @@ FAULTS = {
     b"error": lambda: {}["missing"],
     b"signal": lambda: ctypes.string_at(0),
     b"end": lambda: __import__("os")._exit(3),
-    b"slow": lambda: spend(1.3),
+    b"slow": lambda: spend(5.3),
     b"memory": lambda: bytearray(1 << 40),
     b"long": lambda: say("a word " * 1000),
     b"escape": lambda: say("a tensor named \x1b[31mred"),
