@@ -38,7 +38,7 @@ lint: .venv/linters
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
-	$(BIN)/clang-format --dry-run --Werror $(CPP)
+	@$(BIN)/clang-format --dry-run --Werror $(CPP)
 	$(BIN)/python benchmarks/tables.py --check
 
 docs: .venv/docs
