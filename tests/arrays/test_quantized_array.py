@@ -320,6 +320,7 @@ class TestCheckpoints:
         assert_same(restored, tree)
         assert_same_bytes(restored["column"].dequantize(), tree["column"].dequantize())
 
+    @pytest.mark.slow
     @pytest.mark.filterwarnings("ignore:Sharding info not provided")
     def test_orbax_does_not_restore_codes_under_another_label(self, tmp_path):
         q = jlp.quantize(random_array((64, 64)), jlp.MXFP8())

@@ -50,6 +50,7 @@ def test_the_table_has_the_same_facts(capsys):
             assert platform in row and how["runs"] in row and how["why"] in row
 
 
+@pytest.mark.slow
 def test_without_the_library_info_says_reference_and_why():
     out = run_python("-m", "jaxlowprec.cli.main", "info", "--json", JAXLOWPREC_DISABLE_NATIVE="1").stdout
     found = json.loads(out)

@@ -36,6 +36,7 @@ def run(tmp_path):
     return tmp_path / "run"
 
 
+@pytest.mark.slow
 def test_watch_prints_the_worst_layers_and_alarms(run, capsys):
     assert main(["watch", "--once", str(run)]) == 0
     printed = capsys.readouterr().out

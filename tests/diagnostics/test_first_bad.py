@@ -63,10 +63,12 @@ def test_a_sketch_counts_what_is_not_finite_and_leaves_it_out():
     assert np.all(found[1:] == expected[1:])
 
 
+@pytest.mark.slow
 def test_a_healthy_step_has_nothing_bad(step):
     assert jlp.debug.first_bad(loss, *step) is None
 
 
+@pytest.mark.slow
 def test_each_gemm_has_its_error(step, trace):
     found = jlp.debug.compare(trace, jlp.debug.trace(loss, *step, high_precision=True))
     assert [d.layer for d in found if d.tensor == "result"] == [f"blocks/{i}" for i in range(4)]
@@ -102,11 +104,13 @@ def test_what_is_not_finite_is_found_where_it_enters(step, middle, layer, tensor
     assert bad.difference.nonfinite >= 1 and "infinite or NaN (the reference has " in str(bad)
 
 
+@pytest.mark.slow
 def test_a_loss_that_is_not_finite(step):
     bad = jlp.debug.first_bad(lambda *step: loss(*step)[0] / 0, *step)
     assert (bad.layer, bad.tensor) == ("", "loss") and str(bad).startswith("loss: 1 elements are infinite or NaN")
 
 
+@pytest.mark.slow
 def test_tracing_changes_no_bit(step):
     def traced_too(params, x):
         return jax.value_and_grad(lambda params: loss(params, x)[0])(params)
@@ -139,6 +143,7 @@ def of_scan(params, x):
     return jnp.square(h.astype(jnp.float32)).mean()
 
 
+@pytest.mark.slow
 def test_layers_of_a_scan_are_told_apart(step):
     params, x = step
     assert list(jlp.debug.trace(of_scan, params, x).layers) == [f"blocks[{i}]" for i in range(4)]
@@ -175,6 +180,7 @@ def test_under_vmap_the_calls_add_up(step):
 
 
 class TestLayersOfFrameworks:
+    @pytest.mark.slow
     def test_nnx(self):
         model = jlp.nnx.Linear(64, 32, rngs=flax_nnx.Rngs(0))
         jlp.nnx.name_layers(model)
@@ -196,6 +202,7 @@ class TestLayersOfFrameworks:
             found = jlp.debug.trace(lambda params, x: model.apply(params, x).mean(), params, x)
         assert list(found.layers) == ["up"]
 
+    @pytest.mark.slow
     def test_any_function(self):
         def plain(params, x):
             return jnp.square(x @ params["up"]).mean()

@@ -154,6 +154,7 @@ def test_bfloat16_activations_part_no_more_than_perturbed_runs(recipe, on_one_de
     assert parted(run, one) < max(2 * floor, 1e-3) < 0.005
 
 
+@pytest.mark.slow
 def test_parameters_and_state_are_made_where_they_belong():
     layout = layout_of(CUBE)
     run = training.Run("fp8_delayed", RECIPES["fp8_delayed"]())

@@ -26,6 +26,7 @@ def problem(stages, count=6, width=32):
     return pipeline.initial_parameters(stages, width), x, jnp.roll(x, 1, axis=-1)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("recipe", often([PLAIN], RECIPES), ids=lambda r: type(r).__name__)
 @pytest.mark.parametrize(("stages", "count"), often([(4, 6)], [(4, 6), (2, 1)], 2))

@@ -58,6 +58,7 @@ def experience(reference=None):
     return grpo.Experience(None, answer, old, jax.device_put(np.float32([1.0, -1.0] * 4)), None, reference)
 
 
+@pytest.mark.slow
 def test_ratios_are_clipped_where_that_makes_the_objective_worse():
     given = experience(reference=-jnp.ones((8, 4)))
     new = given.old + jnp.linspace(-1, 1, 8 * 4).reshape(4, 8).T
@@ -67,6 +68,7 @@ def test_ratios_are_clipped_where_that_makes_the_objective_worse():
     np.testing.assert_allclose(loss, terms[:, 2:].mean(), rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_the_first_step_is_the_policy_gradient():
     given = experience()
     gradient = jax.grad(grpo.surrogate)(given.old, given, grpo.Settings())
@@ -74,6 +76,7 @@ def test_the_first_step_is_the_policy_gradient():
     np.testing.assert_allclose(gradient, expected, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_the_served_policy_has_the_bits_of_training():
     policy, tokens, tape = tiny()
     sent = dict(WeightSource(jlp.quantize_params(policy, RECIPE)).arrays())
@@ -149,6 +152,7 @@ def record(version, reward, difference=0.0):
     return figures | {"version": version, "reward": reward, "train_rollout_logprob_abs_diff": difference}
 
 
+@pytest.mark.slow
 def test_the_picture_is_drawn_from_one_iteration_on(tmp_path):
     report.picture([record(1, 0.1)], tmp_path / "one.png")
     report.picture([record(i, i / 9, 1e-3 * (i == 4)) for i in range(1, 9)], tmp_path / "more.png")

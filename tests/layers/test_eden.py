@@ -146,6 +146,7 @@ def test_an_mlp_has_the_gradients_of_its_layers(saved):
     assert_same_bytes(of(jlp.mlp, saved=saved), of(composed_mlp))
 
 
+@pytest.mark.slow
 def test_telemetry_measures_a_recipe_with_eden():
     def loss(w):
         return jnp.mean(jlp.linear(X, w, name="layer").astype(jnp.float32) ** 2)

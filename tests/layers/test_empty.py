@@ -78,6 +78,7 @@ class TestProducts:
 
         assert_as_in_jnp(ours, lambda x, w, bias: x @ w.astype(x.dtype) + bias.astype(x.dtype), x, w, bias)
 
+    @pytest.mark.slow
     @pytest.mark.sampled(5)
     @pytest.mark.parametrize("recipe", often([RECIPES["nvfp4"]], RECIPES.values()), ids=RECIPES)
     @pytest.mark.parametrize(

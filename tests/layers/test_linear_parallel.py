@@ -258,6 +258,7 @@ def test_activations_of_any_shape(shape, spec, axis_type):
     np.testing.assert_allclose(dw, expected[2], rtol=1e-5, atol=1e-4)
 
 
+@pytest.mark.slow
 @by_axis_type
 def test_stochastic_rounding_where_three_dimensions_are_split(axis_type):
     """Batch, time and features on mesh axes of their own: the gradient's random bits are those of one device."""

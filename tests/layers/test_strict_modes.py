@@ -68,6 +68,7 @@ def test_linear_and_its_gradients(mode, name):
     assert_same_bytes(found, without_a_mode(name))
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(5)
 @by_mode_and_recipe(("disable_jit", "nvfp4_qat"), ("strict", "mxfp8"))
 def test_rows_in_groups_and_their_gradients(mode, name):
@@ -88,6 +89,7 @@ def test_rows_in_groups_and_their_gradients(mode, name):
         assert_same_bytes(run(), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(3)
 @pytest.mark.sampled(7)
 @slowly_by_mode

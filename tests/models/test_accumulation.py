@@ -257,6 +257,7 @@ class TestExperts:
         assert_trees(found, wanted, exact=False)
 
 
+@pytest.mark.slow
 def test_delayed_scaling_keeps_the_largest_amax():
     recipe = jlp.DelayedScaling(amax_history_len=4)
     params = {"kernel": PARAMS["up"], delayed_scaling.OVERWRITE_WITH_GRADIENT: delayed_scaling.init_state(recipe)}
@@ -275,6 +276,7 @@ def test_delayed_scaling_keeps_the_largest_amax():
         assert_same_bytes(new, functools.reduce(np.maximum, [part[name][leaf] for part in parts]))
 
 
+@pytest.mark.slow
 def test_nnx_and_linen_models():
     x = X.reshape(-1, K)
     model = nnx.eval_shape(lambda: jlp.nnx.MLP(K, F, dtype=jnp.bfloat16, rngs=nnx.Rngs(0)))
@@ -292,6 +294,7 @@ def test_nnx_and_linen_models():
             assert_trees(jax.jit(jlp.accumulate_gradients(loss, PARTS))(params, x), by_hand(loss, params, x))
 
 
+@pytest.mark.slow
 def test_on_a_mesh_that_splits_the_batch():
     mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     x = jax.device_put(X, jax.NamedSharding(mesh, jax.P("data")))
@@ -314,6 +317,7 @@ def test_aux_is_stacked():
     assert_same_bytes(aux["first"], np.asarray(X)[:PARTS, 0, 0])
 
 
+@pytest.mark.slow
 def test_a_step_holds_one_tree_of_gradients():
     """Of a large kernel and few tokens, against adding up the gradients of separate parts."""
     size = 1024

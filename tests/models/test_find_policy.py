@@ -48,6 +48,7 @@ def test_it_keeps_what_does_most_harm(by_gemm):
     assert by_gemm.found.cosine > by_gemm.quantized.cosine
 
 
+@pytest.mark.slow
 def test_the_table_has_every_gemm_of_every_layer_once(by_gemm):
     rows = [(row.layer, row.gemm) for row in by_gemm.table]
     assert sorted(rows) == [(layer, gemm) for layer in "abc" for gemm in ("dgrad", "fprop", "wgrad")]
@@ -105,6 +106,7 @@ def test_a_budget_is_kept(model, budget):
         assert found.recipe == jlp.PerLayer((), default=NVFP4)
 
 
+@pytest.mark.slow
 def test_a_whole_budget_leaves_no_error(model):
     with pytest.raises(ValueError, match="nothing would be quantised"):
         jlp.PerLayer((), default=None)
@@ -112,12 +114,14 @@ def test_a_whole_budget_leaves_no_error(model):
     assert found.found.error == 0 and found.cost == pytest.approx(1)
 
 
+@pytest.mark.slow
 def test_bytes_are_those_of_the_weights(model):
     found = jlp.find_policy(loss, *model, NVFP4, 0.4, cost="bytes", repeats=1)
     assert {row.gemm for row in found.table} == {"all"}
     assert found.recipe == jlp.PerLayer((("b", None),), default=NVFP4)
 
 
+@pytest.mark.slow
 def test_layers_of_a_scan_share_their_rule(model):
     params, batches = model
 

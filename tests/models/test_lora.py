@@ -223,6 +223,7 @@ def initialised(model, x):
 class TestLinen:
     axes = {".*/(query|key|value)": (0, 1), ".*/out": (0, 2)}  # noqa: RUF012
 
+    @pytest.mark.slow
     def test_a_converted_model_trains_its_adapters(self):
         x = random_array((2, 8, 64))
         model = jlp.linen.convert(Attention(), jlp.NVFP4BlockScaling())
@@ -298,6 +299,7 @@ class TestMeshes:
             actual = run(adapters, placed, place(x, mesh, P("a")))
         jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-4), actual, expected)
 
+    @pytest.mark.slow
     def test_within_shard_map_gradients_are_summed(self):
         adapters, params, x = self.operands(jlp.NVFP4())
         expected = jax.jit(jax.grad(self.loss))(adapters, params, x)

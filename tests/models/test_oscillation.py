@@ -269,6 +269,7 @@ class TestTrees:
 
 
 class TestMeshes:
+    @pytest.mark.slow
     @by_axis_type
     def test_the_bytes_do_not_depend_on_the_mesh(self, axis_type):
         mesh, spec = mesh_of((2, 2), axis_type), P("a", "b")

@@ -119,6 +119,7 @@ class TestBytes:
         if form in ("plain", "scan"):
             assert_same_bytes(run(jlp.quantize_matmuls(casting_first(THEIRS[form]), NVFP4))(*args), expected)
 
+    @pytest.mark.slow
     @pytest.mark.parametrize(
         ("scaled", "master"),
         [
@@ -140,6 +141,7 @@ class TestBytes:
         run = lambda f: jax.jit(jax.vmap(f, (None, 0)))(PARAMS, x)  # noqa: E731
         assert_same_bytes(run(jlp.quantize_matmuls(THEIRS["plain"], NVFP4)), run(ours(NVFP4)["plain"]))
 
+    @pytest.mark.slow
     def test_a_vmap_in_the_function_is_one_product(self):
         """Its rows have one amax, as those of a layer that is given [2, 8, 32]."""
         x = X.reshape(2, 8, 32)
@@ -151,6 +153,7 @@ class TestBytes:
         for rules in (None, jlp.PerLayer(((".*", None),), NVFP4), ...):
             assert_same_bytes(with_gradients(jlp.quantize_matmuls(THEIRS["plain"], rules))(PARAMS, X), expected)
 
+    @pytest.mark.slow
     def test_rules_choose_by_the_parameters_paths(self):
         rules = jlp.PerLayer((("down", None),), NVFP4)
         theirs = with_gradients(jlp.quantize_matmuls(THEIRS["plain"], rules))(PARAMS, X)
@@ -193,6 +196,7 @@ class TestProducts:
         expected = jax.jit(lambda: jlp.grouped_matmul(X, kernels, sizes, recipe=NVFP4, name="e"))()
         assert_same_bytes(jax.jit(function)({"e": {"w": kernels}}, X), expected)
 
+    @pytest.mark.slow
     def test_moved_and_cut_parameters(self):
         """One array holds everything, as after `jax.flatten_util.ravel_pytree`."""
         flat, restore = jax.flatten_util.ravel_pytree(PARAMS)
@@ -234,6 +238,7 @@ class TestProducts:
 class TestStacks:
     RULES = jlp.PerLayer((), NVFP4, stacks=((".*", 1, 2),))
 
+    @pytest.mark.slow
     def test_run_in_pieces_give_the_unrolled_model(self):
         x, params = X.astype(jnp.float32), STACKED
 
@@ -269,6 +274,7 @@ class Block(nnx.Module):
         return self.down(self.dropout(jnp.tanh(self.norm(self.up(x))).astype(jnp.bfloat16)))
 
 
+@pytest.mark.slow
 def test_an_nnx_model_learns_and_counts_as_with_our_layers():
     def loss(model, x):
         return jnp.square(model(x).astype(jnp.float32)).mean()
@@ -307,6 +313,7 @@ class TestMeshes:
             )
         assert_same_bytes(jax.device_get(theirs), jax.device_get(expected))
 
+    @pytest.mark.slow
     def test_explicit_mode(self):
         """FSDP: weights are gathered, the result of the second product is reduced to the batch's sharding."""
 
@@ -328,6 +335,7 @@ class TestMeshes:
             found, expected = (with_gradients(f)(*args) for f in (jlp.quantize_matmuls(theirs, NVFP4), of_layers))
         assert_same_bytes(jax.device_get(found), jax.device_get(expected))
 
+    @pytest.mark.slow
     def test_shard_map(self):
         mesh = mesh_of((4,))
 
@@ -349,6 +357,7 @@ class TestDelayedScaling:
         hidden, _ = linear(x, params["up"]["kernel"], name="up", state=states["up"])
         return linear(jnp.tanh(hidden), params["down"]["w"], name="down", state=states["down"])[0]
 
+    @pytest.mark.slow
     def test_results_and_new_states_are_those_of_the_layers(self):
         function = jlp.quantize_matmuls(THEIRS["plain"], self.RECIPE)
         states = function.init_state(PARAMS, X)
@@ -362,6 +371,7 @@ class TestDelayedScaling:
             )(expected, X)
             assert_same_bytes((found, theirs[self.KEY], of_x), (of_layers, expected, of_x_of_layers))
 
+    @pytest.mark.slow
     def test_a_stack_has_the_largest_amax_of_its_layers(self):
         function = jlp.quantize_matmuls(THEIRS["scan_of_remat"], self.RECIPE)
         states = function.init_state(STACKED, X)
@@ -508,6 +518,7 @@ def test_the_program_is_the_hand_written_one(kind):
     assert text(jlp.quantize_matmuls(THEIRS[kind], NVFP4)) == text(ours(NVFP4)[kind])
 
 
+@pytest.mark.slow
 def test_other_arguments_are_not_traced():
     def function(w, x, how, scale):
         assert how == "tanh" and isinstance(scale, float)

@@ -168,6 +168,7 @@ class TestFloatTrees:
         logits = nnx.jit(lambda model: model(tokens))
         np.testing.assert_array_equal(logits(other), logits(model))
 
+    @pytest.mark.slow
     def test_linen_there_and_back(self):
         model, tokens = Llama(), jnp.arange(4)[None]
         variables = jax.jit(model.init)(jax.random.key(0), tokens)
@@ -285,6 +286,7 @@ class Experts(nnx.Module):
 class TestExperts:
     """A leaf [E, K, N] is a weight [N, K] for each expert."""
 
+    @pytest.mark.slow
     def test_each_has_its_weights(self):
         model = Experts()
         tensors = QWEN3_MOE.to_tensors(model)
@@ -299,6 +301,7 @@ class TestExperts:
         filled = QWEN3_MOE.from_tensors(QWEN3_MOE.to_tensors(model), Experts(1))
         assert_same_bytes(jax.tree.leaves(filled), jax.tree.leaves(nnx.state(model, nnx.Param)))
 
+    @pytest.mark.slow
     @pytest.mark.parametrize(
         "scheme, recipe",
         [
@@ -395,6 +398,7 @@ def test_what_is_no_scheme_or_dtype_is_named(tmp_path):
     assert not (tmp_path / "a").exists()
 
 
+@pytest.mark.slow
 def test_the_documents_example():
     (program,) = programs("docs/how-to/checkpoints.md")
     exec(program, {})

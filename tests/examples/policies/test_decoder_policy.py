@@ -45,6 +45,7 @@ def answered(config, policy, prompts):
     return answers, np.asarray(replay(policy, answers)[1])[:, prompts.shape[1] - 1 :]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("cache", "bound"), [("float32", 1e-5), pytest.param("int8", 0.05, marks=pytest.mark.slow)])
 def test_a_rollout_with_a_cache_scores_what_the_trainer_does(cache, bound):
     config = dataclasses.replace(TINY, cache=cache)

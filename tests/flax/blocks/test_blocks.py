@@ -99,6 +99,7 @@ class TestMlp:
             assert_same(nnx_run(mlp, X), nnx_run(separate, X), but=("norm",))
             nnx.update(separate, nnx.state(mlp))
 
+    @pytest.mark.slow
     def test_linen_loads_separate_layers(self, recipe, saved):
         separate = SeparateLinen(use_bias=True)
         mlp = jlp.linen.MLP(F, normalization="rms", use_bias=True, saved=saved, **BF16)
@@ -203,6 +204,7 @@ def assert_close(found, wanted, dtype):
 class TestLayersThatComputeThemselves:
     """Layers that a function cannot compute for are called."""
 
+    @pytest.mark.slow
     def test_with_adapters(self):
         mlp = jlp.nnx.MLP(K, F, rngs=nnx.Rngs(0), **BF16)
         before = mlp(X)
@@ -238,6 +240,7 @@ class TestLayersThatComputeThemselves:
         assert_same_bytes(mlp(X), trained)
 
 
+@pytest.mark.slow
 def test_kernels_quantised_once():
     mlp = jlp.nnx.MLP(K, F, rngs=nnx.Rngs(0), **BF16)
     with jlp.autocast(jlp.NVFP4BlockScaling()):

@@ -116,6 +116,7 @@ class TestInNnx:
         assert leaves["kernel_amax_history"][...].tolist() == [float(jnp.abs(w).max()), 0, 0]
 
 
+@pytest.mark.slow
 def test_dot_general_is_what_haliax_calls():
     """Haliax hands its `DotGeneralOp` to jnp.einsum, the weight as the second operand in any order of its axes."""
     w = random_array((48, 32), "float32", 1)

@@ -118,12 +118,14 @@ class TestModel:
         variables = variables_of(Model())
         assert_same_bytes(step(jlp.linen.convert(Model()), variables), step(Model(), variables))
 
+    @pytest.mark.slow
     def test_the_scopes_recipe_applies(self):
         variables, model = variables_of(Model()), jlp.linen.convert(Model())
         with jlp.autocast(RECIPE):
             y = applied(model, variables)
         assert_same_bytes(y, applied(jlp.linen.convert(Model(), RECIPE), variables))
 
+    @pytest.mark.slow
     def test_what_nn_jit_traced_before_is_not_used(self):
         model = Model()
         variables = variables_of(model)
@@ -185,6 +187,7 @@ def test_a_single_layer_becomes_the_librarys():
 
 
 class TestDelayedScaling:
+    @pytest.mark.slow
     def test_a_step_is_as_with_the_librarys_layers(self):
         x = X.astype(jnp.float32)
         variables, results = [], []

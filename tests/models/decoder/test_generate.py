@@ -64,6 +64,7 @@ def quantized(llama):
     return jlp.quantize_params(llama, jlp.Int4QAT(group_size=32))
 
 
+@pytest.mark.slow
 def test_a_longer_span_is_compiled_when_it_is_needed(llama, monkeypatch):
     monkeypatch.setattr(generate, "SMALLEST_SPAN", 16)
     write = Generator(llama, 32)
@@ -90,6 +91,7 @@ def write(quantized):
     return Generator(quantized, 32)
 
 
+@pytest.mark.slow
 def test_draws_depend_on_the_sequence_alone(write):
     together = write(PROMPTS, COUNT, temperature=1.0, seeds=[5, 6, 7])
     alone = write(PROMPTS[1:2], COUNT, temperature=1.0, seeds=[6])
@@ -191,6 +193,7 @@ def test_what_cannot_be_prefilled_is_named(llama, prompts, message):
         Generator(llama, 32).prefill(prompts)
 
 
+@pytest.mark.slow
 def test_prompts_may_be_an_array(write):
     lists = write([[1, 2, 3], [4, 5, 6]], 3)
     for array in (np.array([[1, 2, 3], [4, 5, 6]]), jnp.array([[1, 2, 3], [4, 5, 6]])):

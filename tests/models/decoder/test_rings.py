@@ -21,6 +21,7 @@ def mistral():
     return tiny.decoder("mistral")
 
 
+@pytest.mark.slow
 def test_a_ring_is_as_large_as_its_window(mistral):
     config = mistral.config
     ring, dense = (Cache.empty(config, 3, 64, "float32", rings=rings) for rings in (True, False))
@@ -30,6 +31,7 @@ def test_a_ring_is_as_large_as_its_window(mistral):
     assert type(Cache.empty(config, 3, WINDOW, "float32").layers[0]) is LayerCache
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chunk", [2048, pytest.param(16, marks=pytest.mark.slow)])
 def test_a_ring_writes_what_a_dense_cache_does(mistral, chunk):
     """Sums of attention have other orders, hence a bound; prompts and answers are longer than the window."""
@@ -67,6 +69,7 @@ def extended(cache, k, v, starts=None, counts=None):
     return cache.extended(k, v, starts=starts, span=None, counts=counts)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("int8", marks=pytest.mark.slow)])
 def test_rows_of_a_ring_are_the_latest_tokens_to_the_bit(dtype):
     """Two parts with padding and then single tokens, beside a cache that keeps every token."""

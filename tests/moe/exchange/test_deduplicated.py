@@ -93,6 +93,7 @@ def test_a_step(recipe, wire, devices, form, case):
     np.testing.assert_allclose(of_weights, expected_of_weights, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_token_travels_once_to_a_device():
     where = to_devices(jnp.asarray([[5, 0, 4], [1, 3, 2], [7, 6, 0]], jnp.int32), 2, 4)
     assert where.group_sizes.tolist() == [3, 1, 1, 1]
@@ -144,6 +145,7 @@ def test_the_result_is_near_that_of_one_device():
     assert 0.01 < y < 0.04 and 0.01 < of_x < 0.05 and max(of_kernels) < 0.06
 
 
+@pytest.mark.slow
 def test_hostile_rows_stay_with_their_tokens():
     x, kernels, weights, experts = operands("even", 4)
     bad = 7

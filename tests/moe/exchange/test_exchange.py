@@ -91,6 +91,7 @@ def step_over_devices(devices, form):
     return step(over_devices(mesh_of((devices,)), form=form))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("ragged_on_cpus")
 @pytest.mark.parametrize("devices", [1, 2, 4, 8])
 @pytest.mark.parametrize("form", FORMS)
