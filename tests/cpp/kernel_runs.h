@@ -61,11 +61,13 @@ void run_chunks(const Kernels& k, const Problem& problem, bool scrambled) {
   for (const int64_t chunk : order) chunk_entry(k, problem)(problem, chunk);
 }
 
-/// Calls visit(kernels, scrambled) for all kernels under test and both orders.
+/// Calls visit(kernels, scrambled) for all kernels under test and both orders; with the address sanitizer for one of them,
+/// for the order changes no chunk's memory.
 template <class Visit>
 void for_all_runs(Visit visit) {
   for (const Kernels* k : kernels_under_test())
     for (const bool scrambled : {false, true}) {
+      if (kSanitized && !scrambled) continue;
       const check::Given given(std::string(k->isa) + (scrambled ? ", chunks scrambled" : ", chunks in order"));
       visit(*k, scrambled);
     }
