@@ -12,6 +12,9 @@ from tests.sharding.meshes import mesh_of
 
 update = jlp.moe.update_selection_bias
 RATE = np.float32(2**-7)
+route = jax.jit(
+    jlp.moe.route, static_argnames=("k", "routing", "sequence_length")
+)  # op by op it compiles a hundred programs
 
 
 class TestSelectionBias:
@@ -57,7 +60,7 @@ class TestSelectionBias:
 
         @jax.jit
         def step(bias, rate):
-            sizes = jlp.moe.route(x, 4, config, bias=bias).group_sizes
+            sizes = route(x, 4, config, bias=bias).group_sizes
             return update(bias, sizes, rate), sizes
 
         _, first = step(bias, 0.0)
@@ -106,7 +109,7 @@ class TestSequenceBalance:
     @pytest.mark.parametrize("length", [1, 12, 48])
     def test_is_the_papers(self, scoring, length):
         x = logits()
-        routing = jlp.moe.route(jnp.asarray(x), 4, Config(scoring), sequence_length=length)
+        routing = route(jnp.asarray(x), 4, Config(scoring), sequence_length=length)
         expected = balance_by_hand(x, 4, scoring, length)
         np.testing.assert_allclose(routing.sequence_balance_loss, expected, rtol=1e-5)
         whole = balance_by_hand(x, 4, scoring, len(x))
@@ -114,12 +117,12 @@ class TestSequenceBalance:
 
     def test_sees_an_imbalance_that_the_batch_hides(self):
         x = 50 * jnp.repeat(jnp.eye(4), 6, axis=0)  # each sequence uses an expert of its own
-        routing = jlp.moe.route(x, 1, sequence_length=6)
+        routing = route(x, 1, sequence_length=6)
         assert routing.load_balance_loss == pytest.approx(1) and routing.sequence_balance_loss == pytest.approx(4)
 
     def test_counts_by_the_scores_and_not_by_the_bias(self):
         x, config = logits(), Config("sigmoid", selection_bias=True)
-        routing = jlp.moe.route(jnp.asarray(x), 4, config, bias=jnp.asarray(bias_for(config)), sequence_length=12)
+        routing = route(jnp.asarray(x), 4, config, bias=jnp.asarray(bias_for(config)), sequence_length=12)
         expected = balance_by_hand(x, 4, "sigmoid", 12)
         np.testing.assert_allclose(routing.sequence_balance_loss, expected, rtol=1e-5)
         used = balance_by_hand(x, 4, "sigmoid", 12, np.asarray(routing.experts))
@@ -128,22 +131,22 @@ class TestSequenceBalance:
     def test_counts_the_experts_that_groups_allow(self):
         config = Config(groups=8, groups_per_token=2, group_score="max")
         x = logits()
-        routing = jlp.moe.route(jnp.asarray(x), 4, config, sequence_length=12)
+        routing = route(jnp.asarray(x), 4, config, sequence_length=12)
         expected = balance_by_hand(x, 4, "softmax", 12, np.asarray(routing.experts))
         np.testing.assert_allclose(routing.sequence_balance_loss, expected, rtol=1e-5)
 
     def test_counts_the_experts_of_a_tape(self):
         x, config = logits(), Config("sigmoid", selection_bias=True)
-        tape = jlp.moe.route(jnp.asarray(logits(seed=7)), 4).experts
-        routing = jlp.moe.route(jnp.asarray(x), 4, config, bias=jnp.zeros(EXPERTS), tape=tape, sequence_length=12)
+        tape = route(jnp.asarray(logits(seed=7)), 4).experts
+        routing = route(jnp.asarray(x), 4, config, bias=jnp.zeros(EXPERTS), tape=tape, sequence_length=12)
         expected = balance_by_hand(x, 4, "sigmoid", 12, np.asarray(tape))
         np.testing.assert_allclose(routing.sequence_balance_loss, expected, rtol=1e-5)
-        spoilt = jlp.moe.route(jnp.asarray(x), 4, tape=tape.at[0, 0].set(tape[0, 1]), sequence_length=12)
+        spoilt = route(jnp.asarray(x), 4, tape=tape.at[0, 0].set(tape[0, 1]), sequence_length=12)
         assert np.isnan(spoilt.sequence_balance_loss)
 
     def test_its_gradient_goes_through_the_probabilities(self):
         x = logits() / 8
-        gradient = jax.grad(lambda x: jlp.moe.route(x, 4, Config("sigmoid"), sequence_length=12).sequence_balance_loss)(
+        gradient = jax.grad(lambda x: route(x, 4, Config("sigmoid"), sequence_length=12).sequence_balance_loss)(
             jnp.asarray(x)
         )
         step = np.random.default_rng(1).normal(size=x.shape) * 2.0**-12
@@ -155,12 +158,12 @@ class TestZLoss:
     def test_is_the_mean_square_of_the_logarithm_of_the_sum(self):
         x = logits()
         expected = np.mean(np.log(np.exp(x.astype(np.float64)).sum(-1)) ** 2)
-        np.testing.assert_allclose(jlp.moe.route(jnp.asarray(x), 2).z_loss, expected, rtol=1e-6)
+        np.testing.assert_allclose(route(jnp.asarray(x), 2).z_loss, expected, rtol=1e-6)
 
     def test_its_gradient_makes_logits_smaller(self):
-        gradient = jax.grad(lambda x: jlp.moe.route(x, 2).z_loss)(jnp.asarray(logits()))
+        gradient = jax.grad(lambda x: route(x, 2).z_loss)(jnp.asarray(logits()))
         assert np.all(gradient >= 0) and np.all(np.isfinite(gradient))
 
     def test_of_no_token_all_losses_are_zero(self):
-        routing = jlp.moe.route(jnp.zeros((0, 4)), 2, sequence_length=3)
+        routing = route(jnp.zeros((0, 4)), 2, sequence_length=3)
         assert (routing.z_loss, routing.load_balance_loss, routing.sequence_balance_loss) == (0, 0, 0)
