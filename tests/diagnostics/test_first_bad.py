@@ -190,6 +190,7 @@ class TestLayersOfFrameworks:
             found = jlp.debug.trace(lambda state, x: flax_nnx.merge(graph, state)(x).mean(), state, jnp.ones((32, 64)))
         assert list(found.layers) == ["up"]
 
+    @pytest.mark.slow
     def test_linen(self):
         class Model(flax_linen.Module):
             @flax_linen.compact

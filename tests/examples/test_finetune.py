@@ -242,6 +242,7 @@ def test_a_file_in_place_of_the_output_folder_is_named(models, text, tmp_path, r
     assert f"{tmp_path / 'file'} is not a folder; choose another --out" in refused_by(finetune.main, *command)
 
 
+@pytest.mark.slow
 def test_a_model_that_computes_nan_is_refused(models, text, tmp_path, refused_by):
     weights, name = tensors(models("llama3")), "model.layers.0.mlp.up_proj.weight"
     weights[name] = np.full_like(weights[name], np.nan)

@@ -177,6 +177,7 @@ class TestReuse:
         np.testing.assert_allclose(summed["layer"]["bias"], 3 * 16)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("remat", [False, True], ids=["", "remat"])
 def test_layers_of_a_stack_have_states_of_their_own(library, remat):
     layer = library.maker("Linear", 32, 32)

@@ -43,6 +43,7 @@ def alone(recipe, x, w, dy):
     return y, *pullback(dy)
 
 
+@pytest.mark.slow
 @each_recipe
 def test_each_experts_rows_go_through_its_own_linear(library, recipe):
     if isinstance(recipe, jlp.NVFP4BlockScaling):
@@ -67,6 +68,7 @@ def test_each_experts_rows_go_through_its_own_linear(library, recipe):
         assert not np.any(y[start:]) and not np.any(of_x[start:])
 
 
+@pytest.mark.slow
 def test_each_expert_has_a_bias_with_a_float32_gradient(library):
     model, plain = made(library, **BF16), made(library, use_bias=False, **BF16)
     assert_same_bytes(model.tree["kernel"], plain.tree["kernel"])
@@ -103,6 +105,7 @@ def test_the_result_has_the_dtype_asked_for_or_the_widest(library, dtype, expect
     assert {leaf.dtype.name for leaf in jax.tree.leaves(gradients)} == {"float32"}
 
 
+@pytest.mark.slow
 def test_precision_is_that_of_the_product_in_high_precision(library):
     precise = made(library, dtype=jnp.float32, precision=jax.lax.Precision.HIGHEST)
     plain = made(library, dtype=jnp.float32)

@@ -203,6 +203,7 @@ def model_of(library, scan, remat):
 class TestModels:
     x = np.random.default_rng(0).standard_normal((32, 32)).astype(jnp.bfloat16)
 
+    @pytest.mark.slow
     @pytest.mark.parametrize(
         ("scan", "remat"),
         often([(False, False), (True, True)], list(itertools.product([False, True], repeat=2)), 2),
@@ -216,6 +217,7 @@ class TestModels:
         assert jax.tree.map(jnp.shape, tree) == jax.tree.map(jnp.shape, model.tree)
         assert {leaf.dtype for leaf in jax.tree.leaves(tree)} == {jnp.dtype("float32")}
 
+    @pytest.mark.slow
     def test_remat_does_not_change_gradients(self, library):
         with jlp.autocast(FULL):
             plain, remat = (library.model(model_of(library, False, r), self.x).run(self.x) for r in (False, True))

@@ -57,6 +57,7 @@ def test_the_table_has_every_gemm_of_every_layer_once(by_gemm):
     assert str(by_gemm).count("\n") == len(rows) + 2
 
 
+@pytest.mark.slow
 def test_only_the_forward_product_changes_the_loss(by_gemm):
     for row in by_gemm.table:
         assert (row.effect.loss != 0) == (row.gemm == "fprop"), row

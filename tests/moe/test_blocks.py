@@ -65,6 +65,7 @@ def routed(block, params, bias, x=X):
 
 
 class TestSelectionBias:
+    @pytest.mark.slow
     def test_is_zero_at_first_and_no_parameter(self, block):
         assert_same_bytes(block.bias, jnp.zeros(EXPERTS))
         assert not any(leaf.shape == (EXPERTS,) for leaf in jax.tree.leaves(block.params))
@@ -75,6 +76,7 @@ class TestSelectionBias:
         np.testing.assert_array_equal(aux.tape.reshape(-1, K), expected.experts)
         assert np.any(aux.tape != jax.jit(block.apply)(block.params, block.bias, X)[1].tape)
 
+    @pytest.mark.slow
     def test_gets_no_gradient(self, block):
         def loss(params, bias):
             y, aux = block.apply(params, bias, X)
@@ -83,6 +85,7 @@ class TestSelectionBias:
         of_params, of_bias = jax.jit(jax.grad(loss, argnums=(0, 1)))(block.params, BIAS)
         assert not np.any(of_bias) and np.all(np.any(block.router(of_params) != 0, axis=0))
 
+    @pytest.mark.slow
     def test_levels_the_load_while_the_model_learns(self, block):
         optimizer, x = optax.adam(1e-3), X.astype(jnp.float32) + 1  # most tokens to the same experts
 
@@ -105,6 +108,7 @@ class TestSelectionBias:
         (first, uneven), (last, even) = found[0], found[-1]
         assert last < first and np.std(even) < 0.4 * np.std(uneven)
 
+    @pytest.mark.slow
     def test_is_missed_where_it_is_needed(self):
         module = OfLinen().module
         with pytest.raises(Exception, match="selection_bias"):
@@ -121,6 +125,7 @@ class TestLosses:
         np.testing.assert_allclose(aux.loss, aux.sequence_balance_loss + aux.z_loss, rtol=1e-6)
         assert abs(expected.sequence_balance_loss - expected.load_balance_loss) > 1e-4
 
+    @pytest.mark.slow
     def test_cost_nothing_where_their_coefficients_are_zero(self):
         plain = OfLinen(jlp.moe.RouterConfig("sigmoid"))
         _, aux = jax.jit(plain.module.apply)({"params": plain.params}, X)
@@ -128,6 +133,7 @@ class TestLosses:
 
 
 class TestNnx:
+    @pytest.mark.slow
     def test_the_bias_is_a_variable_of_its_own_that_jit_updates(self):
         model = OfNnx().module
         assert isinstance(model.selection_bias, jlp.nnx.SelectionBias)
@@ -154,6 +160,7 @@ class TestNnx:
         assert jlp.nnx.MoE(4, 32, 32, top_k=2, rngs=nnx.Rngs(0)).selection_bias is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", [jlp.Int4QAT(group_size=32)], ids=["int4_qat"])
 def test_quantised_models_keep_it(recipe):
     of_nnx = OfNnx().module

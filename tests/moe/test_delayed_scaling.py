@@ -76,6 +76,7 @@ class TestStates:
             assert_same_bytes(tree["shared_experts"][part].pop(OVERWRITE_WITH_GRADIENT), init_state(RECIPE))
         assert_same_bytes(tree, plain)
 
+    @pytest.mark.slow
     @each_library
     def test_do_not_matter_without_the_recipe(self, library):
         having, plain = made(library), library.model(block(library), X)
@@ -129,6 +130,7 @@ class TestGroupedLayers:
 
         assert_same_bytes(gradients_of(model, ROWS, SIZES, loss=weighted), step(by_hand, model.tree))
 
+    @pytest.mark.slow
     @each_library
     def test_calls_are_combined_by_max(self, library):
         def twice(m, x, sizes):
@@ -148,6 +150,7 @@ class TestGroupedLayers:
             name = f"{tensor}_amax_history"
             assert_same_bytes(new[name], jnp.maximum(first[name], second[name]))
 
+    @pytest.mark.slow
     @each_library
     def test_a_use_that_autodiff_would_add_up_is_refused(self, library):
         def in_scan(m, x, sizes):
@@ -205,6 +208,7 @@ def made_by_hand(layer):
 
 
 class TestBlocks:
+    @pytest.mark.slow
     @each_library
     def test_each_expert_sees_its_tokens(self, library):
         model = made(library)
@@ -234,11 +238,13 @@ class TestBlocks:
         with jlp.autocast(RECIPE):
             assert_same_bytes(*(model.run(X, loss=total) for model in models))
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("library", often(["nnx"], list(LIBRARIES)))
     def test_what_is_computed_again_is_recorded_once(self, library):
         expected = gradients_of(made(LIBRARIES[library]), X)
         assert_same_bytes(gradients_of(made(LIBRARIES[library], saved="recompute"), X), expected)
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("library", often(["linen"], list(LIBRARIES)))
     def test_layers_that_are_not_one_function_have_the_same_states(self, library):
         """As with an activation that has an array of its own."""
@@ -251,6 +257,7 @@ class TestBlocks:
             for name in ours:
                 np.testing.assert_allclose(ours[name], theirs[name], rtol=2**-7)
 
+    @pytest.mark.slow
     @each_library
     def test_an_evaluation_leaves_the_state(self, library):
         model = made(library)
@@ -263,6 +270,7 @@ class TestBlocks:
         assert jnp.all(jnp.isfinite(y))
 
 
+@pytest.mark.slow
 @each_library
 def test_training_lowers_the_loss_and_scales_follow(library):
     model = made(library, dtype=jnp.float32)

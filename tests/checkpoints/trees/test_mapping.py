@@ -52,6 +52,7 @@ def demo(seed=0):
     return model
 
 
+@pytest.mark.slow
 def test_an_exported_model_is_stored_with_its_quantised_kernels():
     recipe = jlp.Int4QAT()
     served = jlp.quantize_params(demo(), recipe)
@@ -157,6 +158,7 @@ class TestFloatTrees:
         assert tensors["model.embed_tokens.weight"].shape == (256, 128)
         assert all(tensor.flags.c_contiguous for tensor in tensors.values())
 
+    @pytest.mark.slow
     def test_nnx_there_and_back(self):
         model = demo()
         abstract = nnx.eval_shape(demo)

@@ -266,6 +266,7 @@ def test_an_mlp_without_a_gate(activation):
         assert_same_bytes(mlp(X), mlp.down_proj(function(mlp.up_proj(X))))
 
 
+@pytest.mark.slow
 def test_explain_sees_the_layers_of_linen_blocks():
     recipe = jlp.Int4QAT(group_size=16)
     for model, names in (

@@ -55,6 +55,7 @@ def test_the_scopes_recipe_applies():
         assert_same_bytes(model(...).apply(variables, X), ours(RECIPE).apply(variables, X))
 
 
+@pytest.mark.slow
 def test_delayed_scalings_state_is_in_the_collection():
     expected = ours(DELAYED).init(jax.random.key(0), X)
     variables = model(DELAYED).init(jax.random.key(0), X)
@@ -107,6 +108,7 @@ class TestInNnx:
         y = nnx.jit(lambda product, x, w: product(x, w, self.DIMS, precision=None))(self.made(RECIPE, w), X, w)
         assert_same_bytes(y, jlp.dot_general(X, w, self.DIMS, recipe=RECIPE))
 
+    @pytest.mark.slow
     def test_delayed_scalings_state_is_a_variable_and_learns(self):
         w = random_array((32, 16), "float32", 1)
         product = self.made(DELAYED, w)

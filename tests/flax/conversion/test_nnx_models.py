@@ -71,6 +71,7 @@ class TestModel:
         assert all(layer.name == path for path, layer in ours_in(model).items())
         assert model.tied is model.blocks[0]["up"]
 
+    @pytest.mark.slow
     def test_names_are_those_of_quantize_matmuls(self):
         def forward(model, x):
             return model(x)
@@ -176,6 +177,7 @@ class TestDelayedScaling:
         with jlp.autocast(DELAYED, strict=None):
             assert jlp.nnx.convert(nnx.Linear(8, 8, rngs=nnx.Rngs(0)))._overwrite_with_gradient is not None
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("kind", ["linear bf16", "general batched", "einsum"])
     def test_stacked_layers_have_a_state_each(self, kind):
         name, args, options, _ = LAYERS[kind]
@@ -188,6 +190,7 @@ class TestDelayedScaling:
         shapes = {v.shape for v in layer._overwrite_with_gradient.values()}
         assert shapes == {(4, 3), (4, 1)}
 
+    @pytest.mark.slow
     def test_a_scan_over_stacked_layers_keeps_their_states_apart(self):
         @nnx.vmap(in_axes=0)
         def stack(key):

@@ -102,6 +102,7 @@ def test_draws_depend_on_the_sequence_alone(write):
     assert cold.tokens == write(PROMPTS[1:2], COUNT).tokens != alone.tokens
 
 
+@pytest.mark.slow
 def test_a_text_ends_at_a_stop_token(write):
     whole = write(PROMPTS, COUNT).tokens
     stop = whole[0][4]

@@ -143,6 +143,7 @@ def test_under_scan_remat_and_without_tokens():
     assert jax.jit(function)(x[:0], kernels, weights[:0], experts[:0]).shape == (0, WIDTH)
 
 
+@pytest.mark.slow
 def test_only_rows_travel():
     given, _ = expected("even", 8)
     compiled = jax.jit(over_devices(mesh_of((8,)), factor=100)).lower(*given).compile()
