@@ -11,6 +11,11 @@ from tests.helpers import assert_same_bytes
 TOKENS, EXPERTS, K, WIDTH = 24, 6, 2, 16
 
 
+# Op by op they compile dozens of programs.
+dispatch = jax.jit(jlp.moe.dispatch, static_argnums=1)
+scatter = jax.jit(jlp.moe.scatter_to_experts)
+
+
 def random_experts(seed=0, experts=EXPERTS):
     scores = np.random.default_rng(seed).random((TOKENS, experts))
     return jnp.asarray(np.argsort(-scores, axis=-1)[:, :K], jnp.int32)
@@ -34,7 +39,7 @@ def numbers(*shape, seed=0, dtype=jnp.float32):
 @each_routing
 class TestDispatch:
     def test_sorts_stably_and_counts(self, experts):
-        where = jlp.moe.dispatch(experts, EXPERTS)
+        where = dispatch(experts, EXPERTS)
         flat = np.asarray(experts).ravel()
         np.testing.assert_array_equal(where.order, np.argsort(flat, kind="stable"))
         np.testing.assert_array_equal(where.group_sizes, np.bincount(flat, minlength=EXPERTS))
@@ -43,14 +48,14 @@ class TestDispatch:
 
     def test_rows_are_those_of_the_experts_tokens_in_their_order(self, experts):
         x = numbers(experts.shape[0], WIDTH)
-        where = jlp.moe.dispatch(experts, EXPERTS)
-        rows = np.split(np.asarray(jlp.moe.scatter_to_experts(x, where)), np.cumsum(where.group_sizes)[:-1])
+        where = dispatch(experts, EXPERTS)
+        rows = np.split(np.asarray(scatter(x, where)), np.cumsum(where.group_sizes)[:-1])
         for expert, found in enumerate(rows):
             np.testing.assert_array_equal(found, x[np.nonzero(np.asarray(experts) == expert)[0]])
 
     def test_combine_adds_up_in_the_order_of_the_choice(self, experts):
         rows, weights = numbers(experts.size, WIDTH, dtype=jnp.bfloat16), numbers(*experts.shape, seed=1)
-        where = jlp.moe.dispatch(experts, EXPERTS)
+        where = dispatch(experts, EXPERTS)
         expected = np.zeros((experts.shape[0], WIDTH), np.float32)
         wide = np.asarray(rows.astype(jnp.float32))
         for i in range(K):
@@ -62,10 +67,10 @@ class TestDispatch:
 
     def test_gradients_are_those_of_plain_indexing(self, experts):
         x, weights = numbers(experts.shape[0], WIDTH), numbers(*experts.shape, seed=1)
-        where = jlp.moe.dispatch(experts, EXPERTS)
+        where = dispatch(experts, EXPERTS)
 
         def ours(x, weights):
-            rows = jlp.moe.scatter_to_experts(x, where)
+            rows = scatter(x, where)
             return jnp.sum(jnp.sin(jlp.moe.combine(jnp.cos(rows), weights, where)))
 
         def plain(x, weights):
@@ -82,8 +87,8 @@ class TestDispatch:
         x, weights = numbers(*stacked.shape[:2], WIDTH), numbers(*stacked.shape, seed=1)
 
         def there_and_back(experts, x, weights):
-            where = jlp.moe.dispatch(experts, EXPERTS)
-            return jlp.moe.combine(jlp.moe.scatter_to_experts(x, where), weights, where)
+            where = dispatch(experts, EXPERTS)
+            return jlp.moe.combine(scatter(x, where), weights, where)
 
         together = jax.vmap(there_and_back)(stacked, x, weights)
         for i in range(2):
@@ -91,14 +96,14 @@ class TestDispatch:
 
 
 def test_what_is_no_expert_comes_last_and_is_counted_nowhere():
-    where = jlp.moe.dispatch(jnp.asarray([[-1, 0], [7, 1]], jnp.int32), 2)
+    where = dispatch(jnp.asarray([[-1, 0], [7, 1]], jnp.int32), 2)
     assert where.order.tolist() == [1, 3, 0, 2] and where.group_sizes.tolist() == [1, 1]
 
 
 def test_a_gradient_in_bfloat16_is_added_up_in_float32():
-    where = jlp.moe.dispatch(jnp.asarray([[0, 1, 2]], jnp.int32), 3)
+    where = dispatch(jnp.asarray([[0, 1, 2]], jnp.int32), 3)
     gradient = jnp.asarray([[1.0], [2.0**-9], [2.0**-9]], jnp.bfloat16)  # in bfloat16 each addition would be lost
-    _, pullback = jax.vjp(lambda x: jlp.moe.scatter_to_experts(x, where), jnp.ones((1, 1), jnp.bfloat16))
+    _, pullback = jax.vjp(lambda x: scatter(x, where), jnp.ones((1, 1), jnp.bfloat16))
     (dx,) = pullback(gradient)
     assert dx.dtype == jnp.bfloat16 and dx[0, 0] == jnp.asarray(1 + 2.0**-8, jnp.float32).astype(jnp.bfloat16)
     assert float(jnp.asarray(1.0, jnp.bfloat16) + gradient[1, 0] + gradient[2, 0]) == 1
