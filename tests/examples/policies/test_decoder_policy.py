@@ -46,7 +46,7 @@ def answered(config, policy, prompts):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("cache", "bound"), [("float32", 1e-5), pytest.param("int8", 0.05, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("cache", "bound"), [("float32", 1e-5), ("int8", 0.05)])
 def test_a_rollout_with_a_cache_scores_what_the_trainer_does(cache, bound):
     config = dataclasses.replace(TINY, cache=cache)
     policy = made(config, nnx.Rngs(0))

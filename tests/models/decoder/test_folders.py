@@ -46,7 +46,7 @@ def test_layers_that_predict_further_tokens_are_left_out(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["phi3", pytest.param("glm4", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("family", ["phi3", "glm4"])
 def test_quantised_parts_are_joined_and_taken_apart(family, tmp_path):
     """Files of these families have one matrix for queries, keys and values, or for gate and up."""
     source = tiny.folder(tmp_path / "source", family)

@@ -32,7 +32,7 @@ def test_a_ring_is_as_large_as_its_window(mistral):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("chunk", [2048, pytest.param(16, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("chunk", [2048, 16])
 def test_a_ring_writes_what_a_dense_cache_does(mistral, chunk):
     """Sums of attention have other orders, hence a bound; prompts and answers are longer than the window."""
     written = Generator(mistral, 64, chunk=chunk)(PROMPTS, COUNT)
@@ -70,7 +70,7 @@ def extended(cache, k, v, starts=None, counts=None):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["float32", pytest.param("int8", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
 def test_rows_of_a_ring_are_the_latest_tokens_to_the_bit(dtype):
     """Two parts with padding and then single tokens, beside a cache that keeps every token."""
     random = np.random.default_rng(0)
