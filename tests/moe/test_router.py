@@ -140,13 +140,13 @@ class TestLoadBalance:
 )
 class TestRowsThatAreNoChoice:
     def test_are_nan_in_that_token_and_in_the_loss_within_jit(self, row):
-        routing = jax.jit(lambda tape: jlp.moe.route(LOGITS, K, tape=tape))(tape_of((1, 2, 3), row))
-        assert jnp.all(jnp.isnan(routing.weights[1])) and jnp.isnan(routing.load_balance_loss)
-        assert jnp.all(jnp.isfinite(routing.weights.at[1].set(0)))
+        routing = route(LOGITS, K, tape=tape_of((1, 2, 3), row))
+        assert np.all(np.isnan(routing.weights[1])) and np.isnan(routing.load_balance_loss)
+        assert np.all(np.isfinite(np.delete(routing.weights, 1, axis=0)))
 
     def test_leave_the_experts_in_range(self, row):
-        routing = jlp.moe.route(LOGITS, K, tape=tape_of((1, 2, 3), row))
-        assert jnp.all((routing.experts >= 0) & (routing.experts < EXPERTS))
+        routing = route(LOGITS, K, tape=tape_of((1, 2, 3), row))
+        assert np.all((routing.experts >= 0) & (routing.experts < EXPERTS))
         assert routing.group_sizes.sum() == TOKENS * K
 
 
