@@ -93,7 +93,7 @@ class Killed(Exception):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["llama3", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["qwen3_moe", pytest.param("llama3", marks=pytest.mark.every_case)])
 def test_a_resumed_run_ends_with_the_same_bytes(family, models, trained, run, tmp_path, monkeypatch):
     whole, said = trained(family)
     assert "Int4 1x32" in said and "The " in said and "export: " in said

@@ -172,6 +172,7 @@ def test_the_rollout_is_not_started_by_hand():
 
 
 @pytest.mark.slow
+@pytest.mark.every_case
 def test_the_policy_learns_from_its_reward_alone(tmp_path):
     run_python(SCRIPT, "--out", str(tmp_path), "--iterations", "80", "--kl", "0.001")
     iterations = json.loads((tmp_path / "report.json").read_text())["iterations"]

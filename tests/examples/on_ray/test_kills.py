@@ -63,7 +63,9 @@ def kills(run, draw):
     for roles in itertools.cycle([("worker",), ("worker", "trainer"), ("trainer",)]):
         before = run.iterations
         run.wait_for(lambda before=before: run.iterations > before)  # so the run goes on after each of these kills
-        time.sleep(draw.uniform(0, 0.1))
+        before, began = run.iterations, time.monotonic()
+        run.wait_for(lambda before=before: run.iterations > before)
+        time.sleep(draw.uniform(0, time.monotonic() - began))  # any moment of an iteration, on a machine of any speed
         yield (victim := kill(run, draw, *roles))
         for _ in range(2 if victim.role == "trainer" else 0):
             before, until = run.iterations, time.monotonic() + draw.uniform(0, 3)
@@ -71,11 +73,11 @@ def kills(run, draw):
             yield kill(run, draw, "worker", "trainer")
 
 
-@pytest.mark.parametrize(("count", "rollouts"), [(8, 2), pytest.param(100, 3, marks=pytest.mark.every_case)])
+@pytest.mark.parametrize(("count", "rollouts"), [(8, 2), pytest.param(40, 3, marks=pytest.mark.every_case)])
 def test_no_kill_at_any_moment_leaves_half_a_version(tmp_path, count, rollouts):
-    """A hundred take four minutes on two cores, most of them for the restarts of trainers."""
+    """Most of the time goes into restarts of trainers."""
     draw = random.Random(25)
-    iterations = 4 * count  # more than there are between the kills, also where the killer gets its turn seldom
+    iterations = 6 * count  # more than there are between the kills, also where the killer gets its turn seldom
     options = ("--iterations", str(iterations), "--rollouts", str(rollouts), "--checkpoint-every", "2")
     with Run(tmp_path, *options) as run:
         run.wait_for(lambda: run.iterations)
@@ -88,7 +90,7 @@ def test_no_kill_at_any_moment_leaves_half_a_version(tmp_path, count, rollouts):
     assert {process.role for process in killed} == {"worker", "trainer"}
     assert sum(process.does == "step" for process in killed) >= count // 20
     lost = collections.Counter(re.findall(r"rollout \d was lost while (\w+)", run.text))
-    assert min(lost["receiving"], lost["answering"]) >= count // 50, lost
+    assert min(lost["receiving"], lost["answering"]) >= count // 40, lost
 
     records = records_of(tmp_path)
     assert [record["version"] for record in records] == list(range(1, iterations + 1))
