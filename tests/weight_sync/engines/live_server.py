@@ -23,7 +23,7 @@ class LiveServer:
     def __init__(self, url, log):
         self.url, self._log = url, log
 
-    def call(self, path, body=None, timeout=120):
+    def call(self, path, body=None, timeout=600):
         """The object that it answers to a POST, or a GET without a body."""
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(self.url + path, data, {"Content-Type": "application/json"})
@@ -55,7 +55,7 @@ def running(command, variables, server):
         process.wait(10)
 
 
-def _wait(server, process, seconds=300):
+def _wait(server, process, seconds=900):
     until = time.monotonic() + seconds
     while time.monotonic() < until:
         assert process.poll() is None, server.output()

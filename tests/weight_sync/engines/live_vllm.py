@@ -19,6 +19,7 @@ from tests.weight_sync.engines.live_server import LiveServer
 VARIABLE = "JAXLOWPREC_VLLM_PYTHON"
 ROOT = pathlib.Path(__file__).parents[3]
 PROGRAM = pathlib.Path(__file__).with_name("live_vllm_process.py")
+WITHOUT_AMX = pathlib.Path(__file__).with_name("avx512")
 QUIET = {
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
     "OMP_NUM_THREADS": "1",
@@ -40,7 +41,8 @@ def interpreter():
 
 def environment(**added):
     """The variables of a process of vLLM."""
-    return live_server.environment(**(QUIET | added))
+    path = os.pathsep.join([str(WITHOUT_AMX), *filter(None, [added.pop("PYTHONPATH", "")])])
+    return live_server.environment(**(QUIET | added), PYTHONPATH=path)
 
 
 def ask(folders, tokens, generated, place):

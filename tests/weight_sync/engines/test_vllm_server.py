@@ -1,5 +1,6 @@
 """Both ways to change the weights of a live vLLM server, which generates meanwhile: a disk, and its weight transfer."""
 
+import contextlib
 import json
 import secrets
 import threading
@@ -23,8 +24,8 @@ BOUND = 0.1
 """The largest difference of a log-probability of the prompt; see test_vllm_logits. Other weights: more than 1."""
 
 SCHEME = checkpoints.schemes.by_name("w4a16")
-MODES = {"wait": ("length", 1000), "keep": ("length", 3000), "abort": ("abort", 16000)}
-"""Why the generation ends that runs during a sync, and how many tokens it was asked for."""
+MODES = {"wait": 1000, "keep": 3000, "abort": 3000}
+"""How many tokens a text has that is generated during a sync."""
 
 
 def close(a, b):
@@ -84,22 +85,40 @@ def connect(request, exports, server, tmp_path):
         transport.close()
 
 
+@contextlib.contextmanager
+def texts(server, count):
+    """Generates one text after the other until the block ends, two at a time: gives (why it ended, tokens) of each."""
+    said, enough = [], threading.Event()
+
+    def generate():
+        while not enough.is_set():
+            said.append(server.generate([1, 2], count))
+
+    threads = [threading.Thread(target=generate) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    try:
+        time.sleep(0.5)  # until they are at work
+        yield said
+    finally:
+        enough.set()
+        for thread in threads:
+            thread.join()
+    assert len(said) >= len(threads)
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_weights_change_while_it_generates(mode, exports, server, connect):
-    end, count = MODES[mode]
-    transport = connect(mode)
+    transport, count = connect(mode), MODES[mode]
     for plain, _, expected in reversed(exports):
-        weights, said = source(plain), []
-        generating = threading.Thread(target=lambda said=said: said.append(server.generate([1, 2], count)))
-        generating.start()
-        time.sleep(0.5)
-        assert generating.is_alive()
-        version = push(weights, transport, timeout=60)
-        assert generating.is_alive() or mode != "keep"
-        assert version == transport.version(10) and server.call("/is_paused") == {"is_paused": False}
-        generating.join(60)
-        reason, tokens = said[0]
-        assert reason == end and (len(tokens) < count if end == "abort" else len(tokens) == count)
+        weights = source(plain)
+        with texts(server, count) as said:
+            version = push(weights, transport, timeout=600)
+            assert version == transport.version(10) and server.call("/is_paused") == {"is_paused": False}
+        ended = {reason: [tokens for why, tokens in said if why == reason] for reason, _ in said}
+        assert ("abort" in ended) == (mode == "abort") and ended.keys() <= {"length", "abort"}
+        assert all(len(tokens) == count for tokens in ended.get("length", ()))
+        assert all(len(tokens) < count for tokens in ended.get("abort", ()))
         assert close(server.log_probabilities(models.TOKENS), expected)
 
 
@@ -108,13 +127,13 @@ def test_a_load_that_fails_is_followed_by_the_old_version(exports, server, tmp_p
     written, seen = tmp_path / "weights", tmp_path / "seen"
     transport = VLLM(server.url, written, engine_path=seen, files=[exports[0][1] / "config.json"])
     seen.symlink_to(written)
-    push(source(exports[1][0]), transport, timeout=60)
+    push(source(exports[1][0]), transport, timeout=600)
     seen.unlink()
     seen.mkdir()
     for version in written.glob("*"):
         (seen / version.name).symlink_to(version)  # the engine does not see the next one
     with pytest.raises(Refused, match="status 500") as raised:
-        push(source(exports[0][0]), transport, timeout=60)
+        push(source(exports[0][0]), transport, timeout=600)
     assert not getattr(raised.value, "__notes__", [])
     assert server.call("/is_paused") == {"is_paused": False}
     assert close(server.log_probabilities(models.TOKENS), exports[1][2])
