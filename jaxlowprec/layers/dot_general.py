@@ -153,7 +153,9 @@ def _dot_general(
     w: jax.Array | None = None
     rhs_free: tuple[int, ...] = ()
     if rhs is not None:
-        rhs_batch_shape, rhs_free, w = _as_matrices(rhs, rhs_batch, rhs_contract, contracted_last=False)
+        as_matrices = functools.partial(_as_matrices, batch=rhs_batch, contract=rhs_contract, contracted_last=False)
+        rhs_batch_shape, rhs_free, w = as_matrices(rhs)
+        call = call.laid_out(lambda rhs: as_matrices(rhs)[-1])
         if rhs_batch_shape != batch or [lhs.shape[a] for a in lhs_contract] != [rhs.shape[a] for a in rhs_contract]:
             raise ValueError(f"{who}: lhs {lhs.shape} and rhs {rhs.shape} do not fit {dims}")
     elif quantized_kernel is not None:
@@ -268,7 +270,7 @@ def einsum(
         y = resharded(_add_einsum(y, subscripts, x, kernel, name), out_sharding)
         return y if state is None else (y, out_state)
     is_loaded = len(operands) == 2 and isinstance(operands[1], QuantizedArray)
-    _, call = layer_call(who, operands[1] if is_loaded else None, None, **settings)
+    _, call = layer_call(who, operands[1] if len(operands) == 2 else None, None, **settings)
     if is_loaded or len(operands) != 2:
         y, out_state = (_einsum_of_loaded if is_loaded else _einsum)(call, subscripts, operands, options)
         return y if state is None else (y, out_state)
@@ -309,7 +311,9 @@ def _einsum(
         y = product(jnp.einsum(subscripts, x, w.astype(x.dtype), **options))
         return call.recorded(x, w, y)
     x, x_names = _reduce_alone(x, x_names, keep=set(w_names) | set(out))
-    w, w_names = _reduce_alone(w, w_names, keep=set(x_names) | set(out))
+    reduced = functools.partial(_reduce_alone, names=w_names, keep=set(x_names) | set(out))
+    call = call.laid_out(lambda w: reduced(w)[0])
+    w, w_names = reduced(w)
     contract_dims, batch_dims = (
         ([x_names.index(n) for n in group], [w_names.index(n) for n in group]) for group in (contract, batch)
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -68,6 +69,8 @@ class LayerCall:
         precision: precision of the three GEMMs.
         total: what the kernel's gradient is added to, see `watching.accumulating`; or None.
         kind: of the layer, for recipes: "linear", or "grouped_linear" for a weight per group of rows.
+        layouts: what makes the weight [..., K, N] of the kernel that the layer was given, one after the other; known
+            only where `total` is.
     """
 
     who: str
@@ -79,6 +82,7 @@ class LayerCall:
     precision: Any
     total: Sum | None = None
     kind: str = "linear"
+    layouts: tuple[Callable[[jax.Array], jax.Array], ...] = ()
 
     @functools.cached_property
     def roles(self) -> Roles | None:
@@ -181,6 +185,17 @@ class LayerCall:
         sources: Any = {"signs": signs, "of_weight": of_weight, "of_sums": of_sums}
         product = Product(w, bias, randomness, self.quantized, **sources)
         return Prepared(spec, self.accumulated(product), states, state)
+
+    def laid_out(self, layout: Callable[[jax.Array], jax.Array]) -> LayerCall:
+        """The call of a layer whose product takes `layout` of its kernel, a linear function of it.
+
+        So the kernel can be quantised, and its gradients added up, as the product has it.
+        """
+        return self if self.total is None else dataclasses.replace(self, layouts=(*self.layouts, layout))
+
+    def matrices(self, kernel: jax.Array) -> jax.Array:
+        """The weight [..., K, N] of the product that the layer makes of its kernel."""
+        return functools.reduce(lambda w, layout: layout(w), self.layouts, kernel)
 
     def accumulated(self, product: Product) -> Product:
         """The call's product, with the sum that its kernel's gradient is added to, if there is one."""

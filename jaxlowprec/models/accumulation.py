@@ -28,10 +28,11 @@ def accumulate_gradients(
     linear layer under a recipe, and the kernels of a layer of experts, are quantised once for all parts, and each
     part's wgrad is added to the sum in the GEMM that computes it, so that there is one tree of gradients, not two.
 
-    That is so for a kernel that one layer reads as it is in `params`. Others are quantised in each part, and their
-    gradients are added afterwards: those that are cast before, that several layers read, that a `jax.lax.scan` over
-    layers slices, or that layers read within `jax.jit` or `jax.checkpoint` as an argument. So are those of `Int4QAT`
-    and of layers in high precision. New values of delayed scaling's states are combined by max.
+    That is so for a kernel that one layer reads as it is in `params`, whatever its layout. Others are quantised in each
+    part, and their gradients are added afterwards: those that are cast or transposed before, that several layers read,
+    that a `jax.lax.scan` over layers slices, or that layers read within a transformation in the loss, such as
+    `jax.jit`, `jax.checkpoint`, `jax.vmap` or `jax.lax.scan`. So are those of `Int4QAT` and of layers in high
+    precision. New values of delayed scaling's states are combined by max.
 
     Arguments:
         loss: of (params, batch), a mean over the batch; a scalar, or with `has_aux` a pair of it and a tree.
@@ -128,9 +129,10 @@ def _accumulated(loss: Callable[..., Any], params: Any, parts: Any, count: int) 
         leaf = leaves[i]
         return jnp.zeros_like(leaf, None if i in states else jnp.float32)
 
-    totals = {i: zeros(i) for i in found}
+    totals = {i: jnp.zeros_like(call.matrices(leaves[i]), jnp.float32) for i, call in found.items()}
     added = of_others(jnp.float32(0), {i: zeros(i) for i in range(len(leaves)) if i not in found})
     (added, totals), aux = jax.lax.scan(of_part, (added, totals), parts)
+    totals = {i: _of_kernel(found[i], leaves[i], total) for i, total in totals.items()}
     gradients = totals | added["learned"] | added[OVERWRITE_WITH_GRADIENT]
     means = [gradients[i] if i in states else (gradients[i] / count).astype(x.dtype) for i, x in enumerate(leaves)]
     return added["loss"] / count, aux, jax.tree.unflatten(tree, means)
@@ -148,12 +150,13 @@ def _kernels(loss: Callable[..., Any], tree: Any, leaves: list[jax.Array], part:
             return loss(jax.tree.unflatten(tree, arrays), part)
 
     jaxpr = jax.make_jaxpr(traced)(leaves, part).jaxpr
+    same = Counter(map(id, leaves))  # one array in two places of the tree is two kernels that cannot be told apart
     read = [v for eqn in jaxpr.eqns for v in eqn.invars] + list(jaxpr.outvars)
     uses = Counter(map(id, read))
     return {
         i: each.calls[0]
         for i, (each, variable) in enumerate(zip(sums, jaxpr.invars, strict=False))
-        if len(each.calls) == 1 and uses[id(variable)] == 1
+        if len(each.calls) == 1 and uses[id(variable)] == 1 and same[id(leaves[i])] == 1
     }
 
 
@@ -162,4 +165,10 @@ def _quantized_once(kernel: jax.Array, call: Any) -> Any:
     if call.recipe.delayed is not None or not call.roles.quantizes_weight:
         return None
     with in_profiles(call.name, "quantize weight"):
-        return quantized_weight(call.who, call.roles, kernel, None, call.name)  # the call's key is each part's own
+        weight = call.matrices(kernel)
+        return quantized_weight(call.who, call.roles, weight, None, call.name)  # the call's key is each part's own
+
+
+def _of_kernel(call: Any, kernel: jax.Array, gradient: jax.Array) -> jax.Array:
+    """The gradient of a kernel, from that of the matrices that its layer makes of it."""
+    return jax.vjp(call.matrices, kernel.astype(jnp.float32))[1](gradient)[0]

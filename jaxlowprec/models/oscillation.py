@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,9 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxlowprec.arguments import as_array, as_int, shown, whole_number
+from jaxlowprec.layers.linear import kernel_matrices
 from jaxlowprec.layers.weight_only import check_whole_blocks, quantize_weight
-from jaxlowprec.models.kernels import checked_numbers, chosen_weights, is_weight, is_whole, matrices
+from jaxlowprec.models.kernels import chosen_weights, is_weight, is_whole, listed
 from jaxlowprec.models.layer_names import layer_name
+from jaxlowprec.ops.checks import axis_from_the_front
 from jaxlowprec.recipes.fields import check_patterns, is_chosen
 from jaxlowprec.recipes.qat import DEFAULT_EXCLUDE
 from jaxlowprec.recipes.roles import Recipe, Role
@@ -22,6 +25,9 @@ from jaxlowprec.recipes.roles import Recipe, Role
 _WHO = "OsciReset"
 _LARGEST_TAU = 2.0**64  # keeps tau * D finite
 _OUTSIDE, _BEGINS, _WATCHES, _ENDS = range(4)
+
+_Axes = tuple[int, int] | tuple[tuple[int, ...], tuple[int, ...]]
+"""Batch axes and contracted axes of a weight: how many there are in front, or which they are."""
 
 
 @functools.partial(
@@ -75,8 +81,11 @@ class OsciReset:
             last "kernel", "w" or "weight". Leave out what follows no recipe for other reasons than its name, such as
             Flax's own layers. By default embeddings, norms, routers and heads are left out (`DEFAULT_EXCLUDE`), as are
             biases and weights without two axes longer than 1.
-        axes: for weights of more than two axes, pairs, or a dict, from a regular expression that matches the whole name
-            to how many axes are batch axes, and how many are contracted; see `lora.init`.
+        axes: says which axes of a weight are contracted, since its blocks lie along these: a dict, or pairs, from a
+            regular expression that matches the whole name to the batch axes and the contracted axes. Either how many,
+            if they come first in this order, as in `lora.init`: (0, 2) for [heads, head_dim, out]. Or which, in the
+            order of the input's axes: ((), (1,)) for a matrix [out, in], as torch and Equinox have it, and ((0,), (2,))
+            for a stack of these. Default: [..., in, out], as Flax has it.
 
     Raises:
         TypeError, ValueError: an argument is invalid, or the recipe has scales that depend on a layer's state.
@@ -101,7 +110,7 @@ class OsciReset:
     start: int = 0
     include: tuple[str, ...] = (".*",)
     exclude: tuple[str, ...] = DEFAULT_EXCLUDE
-    axes: tuple[tuple[str, tuple[int, int]], ...] = ()
+    axes: tuple[tuple[str, _Axes], ...] = ()
 
     def __post_init__(self):
         if not isinstance(self.recipe, Recipe):
@@ -132,7 +141,8 @@ class OsciReset:
             params: a tree of arrays: a dict, Linen's, an NNX state.
 
         Raises:
-            ValueError: it has no weight that the recipe quantises in fprop, or one does not fit `axes` or the format.
+            ValueError: it has no weight that the recipe quantises in fprop, one does not fit `axes` or the format, or a
+                pattern of `axes` matches none.
         """
         return _begun(self._weights(params))
 
@@ -189,16 +199,39 @@ class OsciReset:
             return isinstance(leaf, jax.Array | np.ndarray) and self._role(name) is not None
 
         found = chosen_weights(_WHO, params, chosen, "the recipe's fprop, include and exclude")
+        for pattern, _ in self.axes:
+            if not any(re.fullmatch(pattern, name) for name in found):
+                raise ValueError(f"{_WHO}: axes[{pattern!r}] matches none of the weights {listed(list(found))} whole")
         return {name: as_array(w) for name, w in found.items()}
 
     def _quantized(self, name: str, w: jax.Array) -> jax.Array:
         """The weight as fprop reads it, in its own dtype."""
         role, served_dtype = self._role(name) or (None, None)
         assert role is not None
-        batch, k, n = matrices(_WHO, name, w, dict(self.axes))
-        kernel = w.reshape(*batch, k, n)
+        batch, contracted, features = self._axes(name, w.shape)
+        order = (*batch, *contracted, *features)
+        ordered = w.transpose(order)
+        kernel = kernel_matrices(ordered, len(batch), len(contracted))
         check_whole_blocks(_WHO, name, kernel, role.format)
-        return quantize_weight(kernel, role.format, served_dtype).dequantize(w.dtype).reshape(w.shape)
+        quantized = quantize_weight(kernel, role.format, served_dtype).dequantize(w.dtype)
+        return quantized.reshape(ordered.shape).transpose(np.argsort(order))
+
+    def _axes(self, name: str, shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+        """The batch axes, the contracted axes and the others of a layer's weight."""
+        given: Any = next((axes for pattern, axes in self.axes if re.fullmatch(pattern, name)), (len(shape) - 2, 1))
+        first, second = given
+        listed_axes = given if isinstance(first, tuple) else (range(first), range(first, first + second))
+        batch, contracted = (
+            tuple(axis_from_the_front(_WHO, axis, len(shape), f"the weight of {name!r}, {shape}") for axis in axes)
+            for axes in listed_axes
+        )
+        features = tuple(axis for axis in range(len(shape)) if axis not in (*batch, *contracted))
+        if not contracted or not features or len({*batch, *contracted}) < len((*batch, *contracted)):
+            raise ValueError(
+                f"{_WHO}: axes={given} for {name!r} of shape {shape}; needs contracted axes, other batch axes and at "
+                "least one more"
+            )
+        return batch, contracted, features
 
     def _began(self, weights: dict[str, Any], state: OscillationState) -> tuple[dict[str, Any], OscillationState]:
         del state
@@ -276,9 +309,22 @@ def _replaced(params: Any, weights: Mapping[str, Any]) -> Any:
     return jax.tree_util.tree_map_with_path(one, params, is_leaf=is_whole)
 
 
-def _checked_axes(given: Any) -> tuple[tuple[str, tuple[int, int]], ...]:
+def _checked_axes(given: Any) -> tuple[tuple[str, _Axes], ...]:
     pairs = tuple(given.items()) if isinstance(given, Mapping) else given
     if not isinstance(pairs, tuple | list) or not all(isinstance(p, tuple | list) and len(p) == 2 for p in pairs):
         raise TypeError(f'{_WHO}: axes={shown(given)}; needs pairs such as ((".*/out", (0, 2)),)')
     check_patterns(_WHO, "axes", [pattern for pattern, _ in pairs])
-    return tuple((pattern, checked_numbers(_WHO, pattern, numbers)) for pattern, numbers in pairs)
+    return tuple((pattern, _checked_numbers(pattern, numbers)) for pattern, numbers in pairs)
+
+
+def _checked_numbers(pattern: str, given: Any) -> _Axes:
+    """How many axes are batch axes and contracted, or which."""
+    if isinstance(given, tuple | list) and len(given) == 2:
+        if all(type(n) is int and n >= 0 for n in given):
+            return given[0], given[1]
+        if all(isinstance(n, tuple | list) and all(type(axis) is int for axis in n) for n in given):
+            return tuple(given[0]), tuple(given[1])
+    raise TypeError(
+        f"{_WHO}: axes[{pattern!r}]={shown(given)}; needs two whole numbers, such as (0, 1), or two tuples of axes, "
+        "such as ((), (1,))"
+    )

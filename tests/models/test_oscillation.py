@@ -191,6 +191,46 @@ class TestAgainstTheOracle:
         assert_same_bytes(found, self.expected[0][6])
 
 
+LAYOUTS = {  # by the axes of batches (b), contracted ones (k, l) and features (n, m): what `axes` says
+    "nk": ((), (1,)),
+    "kn": ((), (0,)),
+    "bnk": ((0,), (2,)),
+    "nbk": ((1,), (-1,)),
+    "knb": ((2,), (0,)),
+    "nkm": ((), (1,)),
+    "nlk": ((), (2, 1)),
+    "lnk": ((), (2, 0)),
+}
+
+
+@pytest.mark.parametrize("recipe", [jlp.WeightQAT(jlp.NVFP4()), NVFP4], ids=["nvfp4_qat", "nvfp4"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_what_is_reset_does_not_depend_on_the_layout(layout, recipe):
+    """Against the matrices [batch, K, N] of the same weights."""
+    order = sorted(range(len(layout)), key=lambda axis: "bklnm".index(layout[axis]))
+    resets = [jlp.OsciReset(recipe, every=3, window=2, tau=1.0, axes=axes) for axes in ({".*": LAYOUTS[layout]}, {})]
+    w = np.asarray(random_array((16,) * len(layout), "float32", 3))
+
+    def matrices(w):
+        batch, k = w.shape[: layout.count("b")], 16 ** len({*layout} & {*"kl"})
+        return w.transpose(order).reshape(*batch, k, -1)
+
+    def last(reset, steps):
+        state = reset.init({"up": steps[0]})
+        for step, w in enumerate(steps):
+            params, state = reset.update({"up": w}, state, step)
+        return params["up"]
+
+    @jax.jit
+    def both(steps):
+        return matrices(last(resets[0], steps)), last(resets[1], list(map(matrices, steps)))
+
+    steps = [w, walk(1, w), walk(2, w)]
+    found, wanted = both(steps)
+    assert_same_bytes(found, wanted)
+    assert (np.asarray(found) != matrices(steps[-1])).any()
+
+
 class TestOutsideOfWindows:
     params = {"up": random_array((32, 32), "float32")}
 
@@ -305,6 +345,7 @@ class TestMistakes:
             ({"exclude": "head"}, TypeError, "exclude='head'; needs a tuple of regular expressions"),
             ({"axes": (".*",)}, TypeError, r"axes=\('\.\*',\); needs pairs such as"),
             ({"axes": {".*": 2}}, TypeError, r"axes\['\.\*'\]=2; needs two whole numbers"),
+            ({"axes": {".*": ((), 1)}}, TypeError, r"axes\['\.\*'\]=\(\(\), 1\); needs .* or two tuples of axes"),
         ],
     )
     def test_of_fields_are_named(self, fields, error, message):
@@ -324,6 +365,22 @@ class TestMistakes:
         message = "OsciReset: the recipe's fprop, include and exclude leave none of the weights 'up'"
         with pytest.raises(ValueError, match=message):
             reset.init({"up": {"kernel": jnp.ones((32, 32))}})
+
+    @pytest.mark.parametrize(
+        ("axes", "message"),
+        [
+            ({"up": ((), (2,))}, r"axis=2 is out of range for the weight of 'up', \(32, 32\)"),
+            ({"up": ((), (0, 1))}, r"axes=\(\(\), \(0, 1\)\) for 'up' of shape \(32, 32\); needs contracted axes"),
+            ({"up": ((0,), (-2,))}, r"axes=\(\(0,\), \(-2,\)\) for 'up'"),
+            ({"up": (1, 0)}, r"axes=\(1, 0\) for 'up'"),
+            ({"up/.*": (0, 1)}, r"axes\['up/\.\*'\] matches none of the weights 'up' whole"),
+        ],
+    )
+    def test_axes_that_do_not_fit_are_named(self, axes, message):
+        reset = jlp.OsciReset(NVFP4, 4, 2, axes=axes)
+        params = {"up": jnp.ones((32, 32))}
+        with pytest.raises(ValueError, match=f"OsciReset: {message}"):
+            reset.update(params, reset.init(params), 1)
 
     def test_a_state_of_other_parameters_is_named(self):
         state = RESET.init({"up": jnp.ones((32, 32))})

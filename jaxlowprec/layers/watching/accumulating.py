@@ -1,7 +1,9 @@
 """Kernels whose gradients are added to arrays that are there already, in the GEMM that computes them.
 
 `models.accumulate_gradients` enters such a block while it traces a loss. Within it a linear layer, or one of experts,
-that is given one of the kernels adds its wgrad to the kernel's sum: the gradient of the sum is its new value.
+that is given one of the kernels adds its wgrad to the kernel's sum: the gradient of the sum is its new value. That
+holds for what is traced once and differentiated once, together with the loss. Within a loop, a branch, `jax.vmap` or
+`jax.shard_map` the new value would be added up or lost, so layers there have no sum.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
+from jax.extend.core import get_opaque_trace_state
 
 _current: contextvars.ContextVar[Accumulation | None] = contextvars.ContextVar("accumulation", default=None)
 
@@ -22,8 +25,9 @@ class Sum:
     """Of a kernel's gradient.
 
     Attributes:
-        array: float32, of the kernel's shape; None while layers are looked for.
-        quantized: the kernel, quantised before; or None.
+        array: float32, of the shape of the matrices that the layer makes of the kernel, see `LayerCall.laid_out`; None
+            while layers are looked for.
+        quantized: these matrices, quantised before; or None.
         calls: the calls that were given the kernel.
     """
 
@@ -37,15 +41,20 @@ class Accumulation:
 
     def __init__(self) -> None:
         self._sums: dict[int, tuple[Any, Sum]] = {}
+        self._trace = _current_trace()
 
     def add(self, kernel: Any, of: Sum) -> None:
         """Layers that are given this kernel use this sum."""
         self._sums[id(kernel)] = kernel, of
 
     def of(self, kernel: Any) -> Sum | None:
-        """The sum of a kernel."""
+        """The sum of a kernel; None within another transformation than the one that the block was entered in."""
         found = self._sums.get(id(kernel))
-        return None if found is None else found[1]
+        return None if found is None or _current_trace() != self._trace else found[1]
+
+
+def _current_trace() -> Any:
+    return get_opaque_trace_state(convention="jaxlowprec")
 
 
 @contextlib.contextmanager
