@@ -20,7 +20,7 @@ from jaxlowprec.checkpoints.conversion.expert_arrays import (
     model_types,
     weights_of,
 )
-from jaxlowprec.checkpoints.conversion.modules import is_quantised, naming
+from jaxlowprec.checkpoints.conversion.modules import holds_codes, is_quantised, naming
 from jaxlowprec.checkpoints.conversion.plan import Arrays, Job, Left, Plan, copy_job, output_specs, require_distinct
 from jaxlowprec.checkpoints.conversion.presets import KINDS
 from jaxlowprec.checkpoints.conversion.rules import (
@@ -34,14 +34,11 @@ from jaxlowprec.checkpoints.conversion.rules import (
 )
 from jaxlowprec.checkpoints.errors import CheckpointError
 from jaxlowprec.checkpoints.files.config import quantization_of, with_quantization
-from jaxlowprec.checkpoints.files.dtypes import HIGH_PRECISION, QUANTISED, numpy_dtype
+from jaxlowprec.checkpoints.files.dtypes import HIGH_PRECISION, numpy_dtype
 from jaxlowprec.checkpoints.files.folder import CheckpointFolder
 from jaxlowprec.checkpoints.schemes.base import Scheme
 from jaxlowprec.checkpoints.schemes.magnitudes import amax
 
-_QUANTISED_NAMES = re.compile(
-    r".*(\.(weight_packed|weight_scale|weight_scale_inv|weight_scale_2|weight_zero_point|qweight|qzeros)|_blocks|_scale_inv)"
-)
 ARRAYS = "all experts' weights in one array"
 _FUSED_EXPERTS = re.compile(r"(.*\.experts)\.[^.]+")
 
@@ -274,9 +271,9 @@ def _require_high_precision(source: CheckpointFolder, config: dict) -> None:
         method = entry.get("quant_method") or entry.get("quant_algo") or "modelopt"
         raise CheckpointError(f"{source.path}: is quantised already: its config says {method!r}{remedy}")
     for name in source.shard_of:
-        dtype = source.spec(name).dtype
-        if _QUANTISED_NAMES.fullmatch(name) or dtype in QUANTISED:
-            raise CheckpointError(f"{source.path}: is quantised already: it holds {name!r} of {dtype}{remedy}")
+        spec = source.spec(name)
+        if holds_codes(name, spec):
+            raise CheckpointError(f"{source.path}: is quantised already: it holds {name!r} of {spec.dtype}{remedy}")
 
 
 def _require_whole(left: set[str], quantised: set[str]) -> None:
