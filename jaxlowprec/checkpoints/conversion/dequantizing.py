@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 
+from jaxlowprec.checkpoints.conversion.heads import with_true_tie
 from jaxlowprec.checkpoints.conversion.modules import (
     MODELOPT_FILE,
     QuantisedModule,
@@ -48,9 +49,11 @@ def plan_dequantization(source: CheckpointFolder, scheme: Scheme, dtype: str) ->
         if held:  # a file that had only scales has nothing left to hold
             shards[shard] = held
     require_distinct(source.path, shards)
+    config, warnings = with_true_tie(source, without_quantization(source.config()), modules)
     return Plan(
         shards=shards,
-        config=without_quantization(source.config()),
+        config=config,
+        warnings=warnings,
         changed=sorted(modules),
         formats={module: held.scheme.name for module, held in modules.items()},
         drop_files=_OTHER_CONFIGS,

@@ -18,6 +18,7 @@ import numpy as np
 from jaxlowprec.checkpoints.conversion.choice import Choice
 from jaxlowprec.checkpoints.conversion.convert import Report, Run
 from jaxlowprec.checkpoints.conversion.engine import Counter, in_parallel
+from jaxlowprec.checkpoints.conversion.heads import shares_embedding
 from jaxlowprec.checkpoints.conversion.modules import QuantisedModule, naming, quantised_modules, scheme_of
 from jaxlowprec.checkpoints.conversion.plan import Job, Plan
 from jaxlowprec.checkpoints.conversion.presets import DEFAULTS
@@ -130,11 +131,20 @@ def export_gguf(
         plan = None
         if scheme is not None:
             plan = plan_quantization(
-                folder, Choice(scheme), Rules(tuple(ignore), tuple(include), tuple(defaults)), leave_unfit
+                folder,
+                Choice(scheme),
+                Rules(tuple(ignore), tuple(include), tuple(defaults)),
+                leave_unfit,
+                for_llama_cpp=True,
             )
         model = _model(folder, scheme, plan)
         pieces, specs = _planned(model)
         metadata, warnings = _metadata(model, specs)
+        if _says_tied(folder) and "output.weight" in specs:
+            warnings.append(
+                "config.json says tie_word_embeddings, but lm_head has a weight of its own: it is written, and "
+                "llama.cpp computes with it, as transformers does"
+            )
         changed = sorted(model.held)
         report = Report(
             scheme="GGUF" if not changed else f"GGUF {type_of_scheme(model.held[changed[0]].scheme).name}",
@@ -235,16 +245,21 @@ def _planned(model: _Model) -> tuple[list[_Piece], dict[str, TensorSpec]]:
     """The pieces to write, and the tensors that they make up."""
     folder, config = model.folder, model.config
     where = places(model.architecture, config.layers, config.experts)
-    tied = folder.config().get("tie_word_embeddings") is True
-    plain = {
-        name: name.rpartition(".")[0] for name in _plain_tensors(model) if not (tied and name.startswith("lm_head."))
-    }
+    tied, head = _says_tied(folder), "lm_head.weight"
+    plain = {name: name.rpartition(".")[0] for name in _plain_tensors(model)}
+    if tied and head in plain and shares_embedding(folder, head):
+        del plain[head]
     _require_names(model, set(plain.values()) | set(model.held), set(where), tied)
     pieces = [_plain_piece(model, name, where[module]) for name, module in plain.items()]
     pieces += [_held_piece(model, module, where[module]) for module in model.held]
     if (divisors := config.rope_freqs()) is not None:
         pieces.append(_Piece(Place(ROPE_FREQS), TensorSpec(TYPES["F32"], divisors.shape), 0, lambda: divisors))
     return pieces, _specs(folder, pieces, config.experts)
+
+
+def _says_tied(folder: CheckpointFolder) -> bool:
+    """Whether the config says that the head is the embedding. A head of its own is computed with all the same."""
+    return folder.config().get("tie_word_embeddings") is True
 
 
 def _plain_tensors(model: _Model) -> Iterator[str]:

@@ -20,7 +20,7 @@ from jaxlowprec.arrays.quantized_array import QuantizedArray
 from jaxlowprec.checkpoints.errors import brief
 from jaxlowprec.checkpoints.schemes.base import Scheme, Spec, Tensors
 
-_EMBEDDING = re.compile(r"(.*\.)?([^.]*embed[^.]*|wte|wpe)")
+_EMBEDDING = re.compile(r"(.*\.)?((?!embed_out$|unembed|[^.]*proj)[^.]*embed[^.]*|wte|wpe|shared)")  # shared: T5's
 CLASSES: Mapping[str, Callable[[str], bool]] = {
     "Linear": lambda module: not _EMBEDDING.fullmatch(module),
     "LinearBase": lambda module: not _EMBEDDING.fullmatch(module),
