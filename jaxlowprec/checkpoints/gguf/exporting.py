@@ -41,6 +41,8 @@ from jaxlowprec.checkpoints.gguf.names import (
     heads_of,
     is_float32,
     places,
+    require_counts,
+    text_of,
     to_neighbours,
 )
 from jaxlowprec.checkpoints.gguf.tokenizers import tokenizer_metadata
@@ -244,6 +246,7 @@ def _stored(folder: CheckpointFolder, stored: QuantisedModule) -> _Held:
 def _planned(model: _Model) -> tuple[list[_Piece], dict[str, TensorSpec]]:
     """The pieces to write, and the tensors that they make up."""
     folder, config = model.folder, model.config
+    require_counts(f"{folder.path / CONFIG_FILE}", folder.shard_of, config.layers, config.experts)
     where = places(model.architecture, config.layers, config.experts)
     tied, head = _says_tied(folder), "lm_head.weight"
     plain = {name: name.rpartition(".")[0] for name in _plain_tensors(model)}
@@ -309,8 +312,9 @@ def _order(model: _Model, place: Place, count: int) -> np.ndarray | None:
 def _plain_piece(model: _Model, name: str, at: Place) -> _Piece:
     place = Place(at.tensor + name.rpartition(".")[2], at.part)
     spec = model.folder.spec(name)
+    model.config.require_shape(f"{model.folder.path}: {name}", place, spec.shape)
     dtype = "F32" if is_float32(place.tensor, len(spec.shape)) else spec.dtype
-    order = _order(model, place, spec.shape[0] if spec.shape else 1)
+    order = _order(model, place, spec.shape[0])
 
     def make() -> np.ndarray:
         array = model.folder.read(name)
@@ -322,6 +326,7 @@ def _plain_piece(model: _Model, name: str, at: Place) -> _Piece:
 
 def _held_piece(model: _Model, module: str, at: Place) -> _Piece:
     place, held = Place(at.tensor + "weight", at.part), model.held[module]
+    model.config.require_shape(f"{model.folder.path}: {module}", place, held.shape)
     order = _order(model, place, held.shape[0])
     if is_float32(place.tensor, len(held.shape)):
         raise CheckpointError(f"{model.folder.path}: {module} is quantised; llama.cpp needs F32 there: leave it alone")
@@ -363,7 +368,7 @@ def _metadata(model: _Model, specs: Mapping[str, TensorSpec]) -> tuple[dict[str,
     general: dict[str, Value] = {
         "general.architecture": model.architecture.name,
         "general.type": "model",
-        "general.name": model.folder.path.resolve().name,
+        "general.name": text_of(model.folder.path.resolve().name),
         "general.file_type": np.uint32(_FILE_TYPES[kinds.most_common(1)[0][0]]),
         "general.quantization_version": np.uint32(QUANTIZATION_VERSION),
     }

@@ -145,6 +145,17 @@ def layout_header(
     return prefix, Header(VERSION, dict(metadata), tensors, len(prefix) + offset)
 
 
+def shortest(number: Any) -> Any:
+    """A number of numpy as Python's; of a float32 number the shortest decimal that is rounded to it.
+
+    >>> shortest(np.float32(1e-5))
+    1e-05
+    """
+    if isinstance(number, np.float32):
+        return float(np.format_float_scientific(number, unique=True))
+    return number.item() if isinstance(number, np.generic) else number
+
+
 def _counts(cursor: Cursor) -> tuple[int, int, int]:
     """Version, number of tensors and number of metadata entries."""
     where = cursor.where
