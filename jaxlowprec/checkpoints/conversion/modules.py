@@ -27,7 +27,6 @@ _SHAPE_BYTES = 64  # the most that a tensor holding a shape takes
 _CODES_OR_SCALES = re.compile(
     r".*(\.(weight_packed|weight_scale|weight_scale_inv|weight_scale_2|weight_zero_point|qweight|qzeros)|_blocks|_scale_inv)"
 )
-_MASK = re.compile(r".*\.([^.]*mask[^.]*|bias)")  # GPT-2's files have causal masks of U8, called attn.bias
 _LISTED = 8
 
 
@@ -182,7 +181,9 @@ def holds_codes(name: str, spec: TensorSpec) -> bool:
     >>> [holds_codes("up.weight", TensorSpec(dtype, (8, 8))) for dtype in ("BF16", "I8", "F8_E4M3")]
     [False, True, True]
     """
-    of_eight_bits = spec.dtype in (*QUANTISED, "I8") or (spec.dtype == "U8" and not _MASK.fullmatch(name))
+    last = name.rpartition(".")[2]
+    mask = spec.dtype == "U8" and (last == "bias" or "mask" in last)  # GPT-2's files have attn.bias, a causal mask
+    of_eight_bits = spec.dtype in (*QUANTISED, "I8", "U8") and not mask
     return of_eight_bits or bool(_CODES_OR_SCALES.fullmatch(name))
 
 

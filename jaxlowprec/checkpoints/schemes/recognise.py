@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -292,7 +291,7 @@ _MODELOPT = {"NVFP4": "modelopt_nvfp4", "FP8": "modelopt_fp8"}
 def _of_layer(name: str) -> tuple[str, ...]:
     """Targets for a key of ModelOpt's "quantized_layers": a module, with all modules in it, or with wildcards."""
     if "*" in name or "?" in name:
-        return (f"re:{fnmatch.translate(name)}",)
+        return ("re:" + re.escape(name).replace(r"\*", ".*").replace(r"\?", ".") + r"\Z",)
     return (name, rf"re:{re.escape(name)}\.")
 
 
