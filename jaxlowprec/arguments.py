@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 import reprlib
 from typing import Any
@@ -30,6 +31,20 @@ def shown(value: Any) -> str:
     if isinstance(shape, tuple) and shape and dtype is not None:
         return f"{type(value).__name__} of {dtype}{list(shape)}"
     return " ".join(_REPR.repr(value).split())
+
+
+def finite_number(value: Any) -> float | None:
+    """A finite number as a float; None for any other value, a whole number beyond float64 included.
+
+    >>> [finite_number(value) for value in (2, 0.5, 10**400, float("nan"), True, "1")]
+    [2.0, 0.5, None, None, None, None]
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    try:
+        return float(value) if math.isfinite(value) else None
+    except OverflowError:
+        return None
 
 
 def is_one_of(value: Any, allowed: tuple[Any, ...]) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from typing import Any
 
 from jaxlowprec.checkpoints import schemes
@@ -14,6 +15,7 @@ from jaxlowprec.checkpoints.gguf.exporting import export_gguf, scheme_for_gguf
 from jaxlowprec.checkpoints.gguf.importing import import_gguf
 from jaxlowprec.cli import conversion
 
+_SIZE = re.compile(r"-?[0-9]{1,9}")
 _RULE = "a module's name, or \"re:\" and a regular expression matched from the name's start"
 
 
@@ -125,7 +127,7 @@ def _overrides(options: argparse.Namespace) -> dict[str, schemes.Scheme]:
     for given in options.scheme_for:
         rule, equals, said = given.rpartition("=")
         name, colon, size = said.partition(":")
-        if not equals or name not in schemes.NAMES or (colon and not size.removeprefix("-").isdecimal()):
+        if not equals or name not in schemes.NAMES or (colon and not _SIZE.fullmatch(size)):
             raise CheckpointError(
                 f"--scheme-for {given!r}; needs RULE=SCHEME or RULE=SCHEME:GROUP_SIZE, such as "
                 f"'re:.*self_attn=fp8_channel'; schemes are {', '.join(schemes.NAMES)}"

@@ -8,6 +8,7 @@ import pathlib
 from typing import Any
 
 from jaxlowprec.checkpoints.errors import CheckpointError
+from jaxlowprec.checkpoints.files.written_whole import written_whole
 from jaxlowprec.cli.streams import as_json, emit
 from jaxlowprec.telemetry.findings import Limits, findings
 from jaxlowprec.telemetry.recording import Run, load
@@ -43,8 +44,12 @@ def run(options: argparse.Namespace) -> int:
         text = page(runs, limits, title=options.title, noise_floor=noise_floor)
     except ImportError as error:
         raise CheckpointError(str(error)) from None
-    out = pathlib.Path(options.out)
-    out.write_text(text, encoding="utf-8")
+    out, data = pathlib.Path(options.out), text.encode("utf-8", "backslashreplace")
+    if out.exists() and not out.is_file():  # such as /dev/stdout
+        out.write_bytes(data)
+    else:
+        with written_whole(out) as file:
+            file.write(0, memoryview(data))
     found = [(run, findings(run, limits)) for run in runs]
     if options.json:
         content = [{"run": str(run.path), "findings": [dataclasses.asdict(f) for f in of_run]} for run, of_run in found]

@@ -125,5 +125,5 @@ def _shown(run: Run, limits: Limits, count: int) -> list[Any]:
     table = Table(*head)
     for row in rows:
         table.add_row(*map(Text, row))
-    alarms = [Text(f.text, style="bold red" if f.severity == 2 else "yellow") for f in findings(run, limits)]
-    return [Text(_head(run)), *alarms, table]
+    alarms = [Text(printable(f.text), style="bold red" if f.severity == 2 else "yellow") for f in findings(run, limits)]
+    return [Text(printable(_head(run))), *alarms, table]

@@ -27,21 +27,23 @@ class Log:
             return
         header = json.dumps({"format": _FORMAT, **about})
         file = pathlib.Path(path)
+        if file.exists() and not file.is_file():  # reading a pipe would wait for its writer
+            raise ValueError(f"find_policy: {path} is no file; give another path=")
         content = file.read_bytes() if file.exists() else b""
         whole = content[: content.rfind(b"\n") + 1]
-        lines = whole.decode("utf-8", "replace").splitlines()
-        if lines and lines[0] != header:
+        lines = whole.decode("utf-8", "replace").split("\n")[:-1]
+        if lines[:1] != [header] and not (not lines and header.encode().startswith(content)):
             raise ValueError(
                 f"find_policy: {path} has the measurements of another search (layers, candidates, key), or is another "
                 "file; give another path=, or delete it"
             )
-        for line in lines[1:]:
-            place, *values = json.loads(line)
+        for number, line in enumerate(lines[1:], 2):
+            place, values = _measurement(line, f"{path}:{number}")
             self._found[place] = values
         file.parent.mkdir(parents=True, exist_ok=True)
-        self._file = file.open("r+b" if content else "wb")
-        self._file.truncate(len(whole))
-        self._file.seek(len(whole))
+        self._file = file.open("ab")
+        if len(whole) < len(content):
+            self._file.truncate(len(whole))
         if not lines:
             self._write(header)
 
@@ -76,3 +78,15 @@ class Log:
     def _write(self, line: str) -> None:
         self._file.write(line.encode() + b"\n")
         self._file.flush()
+
+
+def _measurement(line: str, where: str) -> tuple[str, list[float]]:
+    """A line's place and numbers. Raises ValueError, which names the line, if it is not what `put` writes."""
+    try:
+        place, *values = json.loads(line)
+        count = 2 if json.loads(place)[0] == "reference" else 3
+        if len(values) == count and all(type(value) in (int, float) for value in values):
+            return place, [float(value) for value in values]
+    except (ValueError, TypeError, LookupError, OverflowError, RecursionError):
+        pass
+    raise ValueError(f"find_policy: {where} is damaged; delete that line, or give another path=")

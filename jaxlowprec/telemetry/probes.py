@@ -241,6 +241,8 @@ def read(found: Mapping[str, Any]) -> dict[str, dict[str, Statistics]]:
     """
     if not isinstance(found, Mapping):
         raise TypeError(f"telemetry.read: found={shown(found)}; needs the gradient of a telemetry state")
+    if odd := next((name for name, by_label in found.items() if not isinstance(by_label, Mapping)), None):
+        raise TypeError(f"telemetry.read: found has {shown(found[odd])} at {shown(odd)}; needs statistics by label")
     by_layer: dict[str, dict[str, Statistics]] = {}
     for name, by_label in jax.device_get(dict(found)).items():
         for label, values in by_label.items():

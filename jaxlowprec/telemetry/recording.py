@@ -4,18 +4,22 @@
     {"step": 100, "time": 1763900000.0, "scalars": {"loss": 2.31}, "layers": {"blocks/0/up": {"input rowwise": [...]}},
      "changed": {"blocks/0/up": 0.02}}
 
-Each line is written by one system call, so a process that is killed loses at most the line that it is writing, and a
-reader sees whole lines while the run goes on. Vectors are those of `Statistics`, rounded to five digits, without the
-zeros at their end; a number that is not finite is a string.
+Each line is written by one system call at the file's end. So a process that is killed loses at most the line that it
+is writing, a reader sees whole lines while the run goes on, and two recorders of one file, as when a restart overlaps,
+lose none. Vectors are those of `Statistics`, rounded to five digits, without the zeros at their end; a number that is
+not finite is a string.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import fcntl
 import json
 import math
 import os
 import pathlib
+import stat
 import time
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -49,7 +53,7 @@ class Recorder:
         about: what the run is, for its report: numbers and texts by name, kept in the file's first line.
 
     Raises:
-        ValueError: `every` is not positive, or the file there is no run's record.
+        ValueError: `every` is not positive, or what is there is no run's record.
         TypeError: `about` has something other than numbers and texts.
     """
 
@@ -64,11 +68,12 @@ class Recorder:
         if self.path is None:
             return
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
+        self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
         try:
-            if _continued(self._file, self.path) == 0:
-                names = [*SCALARS, "codes", "scales", "outlier_channels", "channel_shares"]
-                self._write({"format": FORMAT, "version": VERSION, "names": names, "gemms": ERROR, "about": about})
+            with _alone(self._file):
+                if _continued(self._file, self.path) == 0:
+                    names = [*SCALARS, "codes", "scales", "outlier_channels", "channel_shares"]
+                    self._append({"format": FORMAT, "version": VERSION, "names": names, "gemms": ERROR, "about": about})
         except BaseException:
             self.close()
             raise
@@ -84,20 +89,24 @@ class Recorder:
             step: its number.
             found: what `value_and_grad` found, or the gradient of the state of `collecting`.
             scalars: further numbers, such as the loss.
+
+        Raises:
+            TypeError, ValueError: the step is no whole number, a scalar no number, or `found` nothing of telemetry's.
         """
-        step = int(step)
+        step = _as(int, "step", step)
         if self.path is None or not self.due(step):
             return
         layers = {} if found is None else read(found)
         vectors = {
             layer: {tensor: _packed(tensor, s) for tensor, s in tensors.items()} for layer, tensors in layers.items()
         }
-        numbers = {name: _number(float(value)) for name, value in scalars.items()}
+        numbers = {name: _number(_as(float, name, value)) for name, value in scalars.items()}
         line: dict[str, Any] = {"step": step, "time": round(time.time(), 3), "scalars": numbers, "layers": vectors}
         before, self._codes = self._codes, {} if found is None else weight_codes(found)
         if known := before.keys() & self._codes.keys():
             line["changed"] = {name: round(changed(before[name], self._codes[name]), 5) for name in sorted(known)}
-        self._write(line)
+        with _alone(self._file):
+            self._append(line)
 
     def close(self) -> None:
         """Closes the file; nothing is lost without it."""
@@ -111,7 +120,7 @@ class Recorder:
     def __exit__(self, *error: Any) -> None:
         self.close()
 
-    def _write(self, line: dict[str, Any]) -> None:
+    def _append(self, line: dict[str, Any]) -> None:
         data = (json.dumps(line, separators=(",", ":"), allow_nan=False) + "\n").encode()
         while data:  # a disk that is full raises; anything else writes all at once
             data = data[os.write(self._file, data) :]
@@ -206,6 +215,8 @@ def load(path: str | os.PathLike[str]) -> Run:
     """
     file = pathlib.Path(path)
     file = file / "telemetry.jsonl" if file.is_dir() else file
+    if file.exists() and not file.is_file():  # reading a pipe would wait for its writer
+        raise _no_record(file)
     lines = _whole_lines(file.read_bytes())
     about = _about(next(lines, b""), file)
     records = {}
@@ -216,15 +227,30 @@ def load(path: str | os.PathLike[str]) -> Run:
 
 
 def _continued(file: int, path: pathlib.Path) -> int:
-    """Cuts an unfinished last line off a file that is continued, and goes to its end: its length."""
+    """Cuts an unfinished last line off a file that is continued: its length."""
+    if not stat.S_ISREG(os.fstat(file).st_mode):
+        raise _no_record(path)
     content = path.read_bytes()
     length = content.rfind(b"\n") + 1
     if length:
         _about(next(_whole_lines(content)), path)
     elif content and not f'{{"format":"{FORMAT}"'.encode().startswith(content[:20]):
         raise _no_record(path)
-    os.ftruncate(file, length)
-    return os.lseek(file, 0, os.SEEK_END)
+    if length < len(content):
+        os.ftruncate(file, length)
+    return length
+
+
+@contextlib.contextmanager
+def _alone(file: int) -> Iterator[None]:
+    """Keeps other recorders of the file from writing, where its file system has locks."""
+    with contextlib.suppress(OSError):
+        fcntl.flock(file, fcntl.LOCK_EX)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            fcntl.flock(file, fcntl.LOCK_UN)
 
 
 def _whole_lines(content: bytes) -> Iterator[bytes]:
@@ -235,16 +261,19 @@ def _about(line: bytes, path: pathlib.Path) -> dict[str, Any]:
     """What the first line says of the run."""
     try:
         header = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         raise _no_record(path) from None
     if not isinstance(header, dict) or header.get("format") != FORMAT:
         raise _no_record(path)
-    if header["version"] != VERSION:
+    if header.get("version") != VERSION:
         raise ValueError(
-            f"telemetry: {path} has version {header['version']} of the format; this jaxlowprec reads {VERSION}; use a "
-            "later one"
+            f"telemetry: {path} has version {shown(header.get('version'))} of the format; this jaxlowprec reads "
+            f"{VERSION}; use a later one"
         )
-    return header["about"]
+    about = header.get("about")
+    if not isinstance(about, dict) or not all(isinstance(value, str | int | float) for value in about.values()):
+        raise _no_record(path)
+    return about
 
 
 def _no_record(path: pathlib.Path) -> ValueError:
@@ -261,8 +290,20 @@ def _record(line: bytes, where: str) -> Record:
         scalars = {name: float(value) for name, value in found["scalars"].items()}
         shares = {layer: float(share) for layer, share in found.get("changed", {}).items()}
         return Record(int(found["step"]), float(found["time"]), scalars, layers, shares)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"telemetry: {where} is no record: {error}; restore the file, or delete that line") from None
+    except (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+        raise ValueError(
+            f"telemetry: {where} is no record: {shown(str(error))}; restore the file, or delete that line"
+        ) from None
+
+
+def _as(kind: type, name: str, value: Any) -> Any:
+    """A number of a record, as Python's. Raises TypeError or ValueError that names it."""
+    try:
+        return kind(value)
+    except (TypeError, ValueError, OverflowError) as error:
+        needs = "a whole number" if kind is int else "a number of float64"
+        raised = TypeError if isinstance(error, TypeError) else ValueError
+        raise raised(f"telemetry.Recorder.record: {name}={shown(value)}; needs {needs}") from None
 
 
 def _number(value: float) -> float | str:

@@ -28,6 +28,8 @@ SCHEMES = {
     "modelopt_fp8": schemes.by_name("modelopt_fp8"),
     "deepseek_fp8": schemes.by_name("deepseek_fp8"),
     "deepseek_fp8 ue8m0": schemes.by_name("deepseek_fp8", power_of_two=True),
+    "deepseek_fp8 in bytes": schemes.by_name("deepseek_fp8", power_of_two=True, scale_dtype="float8_e8m0fnu"),
+    "fp8_block in bytes": schemes.by_name("fp8_block", power_of_two=True, scale_dtype="float8_e8m0fnu"),
     "modelopt_nvfp4": schemes.by_name("modelopt_nvfp4"),
     "miles_mxfp8": schemes.by_name("miles_mxfp8"),
     "gptq": schemes.by_name("gptq"),

@@ -1,10 +1,12 @@
 """`jaxlowprec watch` and `jaxlowprec report`."""
 
 import contextlib
+import io
 import json
 import os
 import pty
 import re
+import resource
 import select
 import signal
 import subprocess
@@ -14,8 +16,11 @@ import time
 import pytest
 
 import jaxlowprec as jlp
+from jaxlowprec.cli import watch
 from jaxlowprec.cli.main import main
+from jaxlowprec.telemetry.findings import Limits
 from jaxlowprec.telemetry.probes import AS_TRAINED
+from jaxlowprec.telemetry.recording import load
 from tests.cli.processes import ENTRY
 from tests.helpers import python_environment
 from tests.telemetry.test_recording import found
@@ -129,3 +134,54 @@ def read_until(terminal, words):
         if select.select([terminal], [], [], 1)[0]:
             text += os.read(terminal, 4096).decode(errors="replace")
     return text
+
+
+NAMES = ("\x1b]0;PWNED\x1b\\loss", "\x1b[31mbad", "\ud800", "<!--script-->", "<!--<script>", "</script>", "7" * 5000)
+"""Names of layers and scalars that a terminal or a browser would take for something else."""
+
+
+@pytest.fixture
+def named(tmp_path):
+    """A run whose scalars and layers have such names."""
+    header = {"format": "jaxlowprec telemetry", "version": 1, "about": dict.fromkeys(NAMES, 1)}
+    layers = {name: {"input rowwise": [1, 2, 3]} for name in NAMES}
+    record = {"step": 1, "time": 1.0, "scalars": dict.fromkeys(NAMES, "inf"), "layers": layers}
+    path = tmp_path / "n\udcff.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in (header, record)))
+    return path
+
+
+def test_no_name_reaches_a_terminal_as_an_escape_sequence(named, capsys):
+    for words in ((), ("--json",)):
+        assert main(["watch", str(named), "--once", *words]) == 0
+        assert "\x1b" not in capsys.readouterr().out
+    rich = pytest.importorskip("rich.console")
+    console = rich.Console(record=True, force_terminal=True, file=io.StringIO(), width=200)
+    for shown in watch._shown(load(named), Limits(), 12)[:-1]:
+        console.print(shown)
+    text = console.file.getvalue()
+    assert "PWNED" in text and "\x1b]" not in text and "\x1b[31mbad" not in text
+
+
+def test_no_name_breaks_the_page(named, tmp_path):
+    pytest.importorskip("vl_convert")
+    out = tmp_path / "r.html"
+    assert main(["report", str(named), "--out", str(out)]) == 0
+    text = out.read_text("utf-8")
+    data = text.partition('<script id="data" type="application/json">')[2].partition("</script>")[0]
+    assert "<" not in data and set(json.loads(data)["runs"][0]["layers"]) == set(NAMES)
+    assert text.count("<script") == 3 + text.partition("<script>")[2].partition("</script>")[0].count("<script")
+
+
+def test_a_report_is_written_whole_or_not_at_all(named, tmp_path, capsys):
+    pytest.importorskip("vl_convert")
+    out, before = tmp_path / "r.html", resource.getrlimit(resource.RLIMIT_FSIZE)
+    out.write_text("the old report")
+    old = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (5000, before[1]))
+        assert main(["report", str(named), "--out", str(out)]) == 2
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, old)
+    assert out.read_text() == "the old report" and "File too large" in capsys.readouterr().err

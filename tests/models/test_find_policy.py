@@ -1,6 +1,7 @@
 """find_policy: what quantising each layer does, and the rules within a budget."""
 
 import dataclasses
+import os
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ from flax import nnx as flax_nnx
 import jaxlowprec as jlp
 from jaxlowprec.models.find_policy import Effect
 from jaxlowprec.models.policy_costs import Costs
+from jaxlowprec.models.policy_log import Log
 
 NVFP4, MXFP8 = jlp.NVFP4BlockScaling(), jlp.MXFP8BlockScaling()
 BOTH = {"nvfp4": NVFP4, "mxfp8": MXFP8}
@@ -194,6 +196,53 @@ class TestFile:
         with pytest.raises(ValueError, match="is another file"):
             self.find(model, path)
         assert path.read_text() == "something else\n"
+
+
+class TestLog:
+    ABOUT = {"units": [["up", "fprop", "NVFP4"]]}  # noqa: RUF012
+
+    def written(self, path):
+        with Log(path, self.ABOUT) as log:
+            log.put("reference", 0, [1.0, 2.0])
+            log.put(("up", "fprop", "NVFP4"), 0, 0, [0.1, 0.9, 0.2])
+        return path.read_bytes()
+
+    def test_a_file_of_somebody_else_stays(self, tmp_path):
+        path = tmp_path / "config.json"
+        whole = self.written(tmp_path / "log.jsonl")
+        for content in (b'{"model_type":"llama","precious":1}', b"x", b'{"format"  ', b"\xff", whole[1:40], b"[]\n"):
+            path.write_bytes(content)
+            with pytest.raises(ValueError, match="or is another file"):
+                Log(path, self.ABOUT)
+            assert path.read_bytes() == content
+
+    def test_a_log_cut_anywhere_goes_on(self, tmp_path):
+        whole = self.written(tmp_path / "log.jsonl")
+        for length in range(len(whole)):
+            path = tmp_path / "cut.jsonl"
+            path.write_bytes(whole[:length])
+            with Log(path, self.ABOUT) as log:
+                found = log.get("reference", 0)
+            assert path.read_bytes() == whole[: max(whole[:length].rfind(b"\n") + 1, whole.find(b"\n") + 1)]
+            assert found in (None, [1.0, 2.0])
+
+    @pytest.mark.parametrize(
+        "line",
+        [b"garbage", b"5", b"[]", b"", b'[["a"],1]', b'["[]",1]', b'["[1]","x",1,2]', b'["[1]",1,2]', b"[" * 100_000,
+         b'["[1]",1,2,' + b"9" * 400 + b"]"],
+    )  # fmt: skip
+    def test_a_damaged_line_is_named(self, tmp_path, line):
+        path = tmp_path / "log.jsonl"
+        whole = self.written(path)
+        path.write_bytes(whole + line + b"\n")
+        with pytest.raises(ValueError, match=r"log.jsonl:4 is damaged; delete that line, or give another path="):
+            Log(path, self.ABOUT)
+        assert path.read_bytes() == whole + line + b"\n"
+
+    def test_a_pipe_is_not_waited_for(self, tmp_path):
+        os.mkfifo(tmp_path / "log.jsonl")
+        with pytest.raises(ValueError, match="is no file"):
+            Log(tmp_path / "log.jsonl", self.ABOUT)
 
 
 class TestChoice:

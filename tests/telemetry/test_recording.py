@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import signal
 import subprocess
 import sys
@@ -78,6 +79,23 @@ class TestRecorder:
         assert flat["loss"] == 0.25
         assert flat["up/gradient columnwise/underflow"] == float(record.layers["up"]["gradient columnwise"].underflow)
 
+    @pytest.mark.parametrize(
+        ("step", "found", "scalars", "message"),
+        [
+            (float("inf"), None, {}, "step=inf; needs a whole number"),
+            ("x", None, {}, "step='x'; needs a whole number"),
+            (1, None, {"loss": 10**400}, "loss=an int of 1329 bits; needs a number of float64"),
+            (1, None, {"loss": [1]}, "loss=.*; needs a number of float64"),
+            (1, {"a": 1}, {}, "found has 1 at 'a'; needs statistics by label"),
+        ],
+    )
+    def test_what_no_record_has(self, tmp_path, step, found, scalars, message):
+        with jlp.telemetry.Recorder(tmp_path / "t.jsonl") as recorder:
+            with pytest.raises((TypeError, ValueError), match=message):
+                recorder.record(step, found, **scalars)
+            recorder.record(2, None, loss=1.0)
+        assert jlp.telemetry.load(tmp_path / "t.jsonl").steps == [2]
+
     def test_bad_arguments(self, tmp_path):
         with pytest.raises(ValueError, match="telemetry.Recorder: every=0; needs a positive int"):
             jlp.telemetry.Recorder(tmp_path / "t.jsonl", every=0)
@@ -111,6 +129,19 @@ class TestCuts:
             recorder.record(2, found(99), loss=5.0)
         run = jlp.telemetry.load(path)
         assert run.steps == [0, 1, 2, 3] and run.records[2].scalars == {"loss": 5.0}
+
+    def test_two_recorders_of_one_file_lose_nothing(self, tmp_path):
+        """As when a restart overlaps with the process that it replaces."""
+        path = recorded(tmp_path / "t.jsonl", [100])
+        both = [jlp.telemetry.Recorder(path) for _ in range(2)]
+        for step in range(10):
+            both[step % 2].record(step, None, loss=1.0 if step % 2 else 22222.125)
+        third = jlp.telemetry.Recorder(path)
+        third.record(10, None)
+        both[0].record(11, None)
+        assert jlp.telemetry.load(path).steps == [*range(12), 100]
+        for recorder in (*both, third):
+            recorder.close()
 
     def test_a_killed_run_keeps_what_it_wrote(self, tmp_path):
         program = f"""
@@ -160,6 +191,41 @@ class TestOtherFiles:
         path.write_text("".join([*lines[:2], "{}\n", *lines[3:]]))
         with pytest.raises(ValueError, match=r"t.jsonl:3 is no record"):
             jlp.telemetry.load(path)
+
+    @pytest.mark.parametrize(
+        ("old", "new"),
+        [
+            ('"version":1,', ""),
+            ('"version":1', '"version":[[]]'),
+            ('"about":{}', '"about":[]'),
+            ('"about":{}', '"about":{"a":[]}'),
+            (',"about":{}', ""),
+            ('"step":1', '"step":Infinity'),
+            ('"step":1', '"step":"x"'),
+            ('"step":1', '"step":null'),
+            ('"loss":0.5', f'"loss":{"9" * 400}'),
+            ('"loss":0.5', f'"loss":{"9" * 5000}'),
+            ('"loss":0.5', '"loss":[]'),
+            ('"scalars":{"loss":0.5}', '"scalars":[]'),
+            ('"layers":{', '"layers":5,"x":{'),
+            ('{"format"', "[" * 100_000 + '{"format"'),
+            ('{"step"', "[" * 100_000 + '{"step"'),
+        ],
+    )
+    def test_a_damaged_file_is_an_error_in_a_sentence(self, tmp_path, old, new):
+        path = recorded(tmp_path / "t.jsonl", [1])
+        text = path.read_text()
+        assert old in text
+        path.write_text(text.replace(old, new, 1))
+        with pytest.raises(ValueError, match="t.jsonl") as refused:
+            jlp.telemetry.load(path)
+        assert str(refused.value).startswith("telemetry: ") and len(str(refused.value)) < 500
+
+    def test_a_pipe_is_not_waited_for(self, tmp_path):
+        os.mkfifo(tmp_path / "t.jsonl")
+        for reads in (jlp.telemetry.load, jlp.telemetry.Recorder):
+            with pytest.raises(ValueError, match="is no run's record"):
+                reads(tmp_path / "t.jsonl")
 
     def test_parquet(self, tmp_path):
         parquet = pytest.importorskip("pyarrow.parquet")

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import jaxlowprec as jlp
+from jaxlowprec.ops.statistics import reference
 from jaxlowprec.telemetry.measures import statistics
 from tests.docs.pages import differs, pieces, printed_by
 from tests.helpers import random_array
@@ -233,3 +234,12 @@ def test_the_page_prints_what_it_shows(place, tmp_path, monkeypatch):
     piece = pieces(page)[place]
     printed = printed_by(piece, page, {"__name__": "example"})
     assert not differs(printed, piece.shown), printed
+
+
+@pytest.mark.parametrize("shape", [(0, 32), (2, 0, 32), (32, 0)])
+@pytest.mark.parametrize("fmt", [jlp.NVFP4(), jlp.MXFP8(), jlp.Float8Tensor()], ids=repr)
+def test_nothing_has_sums_of_zero(fmt, shape):
+    """Such as the rows of a rank that has no tokens."""
+    q = jlp.quantize(jnp.zeros(shape), fmt)
+    found = reference.sums(jnp.zeros(shape), jnp.ones(shape[:-2]), q.data, q.scale, q.amax, fmt)
+    assert found.shape == (*shape[:-2], reference.LENGTH) and not np.asarray(found).any()

@@ -35,7 +35,7 @@ from jaxlowprec.checkpoints.trees.rule import EXPERT
 from jaxlowprec.models.decoder.config import DecoderConfig
 from jaxlowprec.telemetry.second_moments import Inputs, added
 
-_EXPERT = re.compile(r"(.*\.experts\.)(\d+)(\..*)")
+_EXPERT = re.compile(r"(?s)(.*\.experts\.)(\d+)(\..*)")
 
 
 @dataclasses.dataclass(frozen=True)

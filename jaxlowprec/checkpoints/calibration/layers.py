@@ -15,7 +15,7 @@ from flax import nnx
 import jaxlowprec as jlp
 from jaxlowprec.arguments import as_array
 from jaxlowprec.checkpoints.conversion.expert_arrays import SingleWeights
-from jaxlowprec.checkpoints.decoders.folders import mapping_of
+from jaxlowprec.checkpoints.decoders.folders import mapping_of, require_counts
 from jaxlowprec.checkpoints.errors import CheckpointError
 from jaxlowprec.checkpoints.files.folder import CheckpointFolder
 from jaxlowprec.models.decoder.config import DecoderConfig
@@ -148,9 +148,11 @@ def config_of(source: CheckpointFolder) -> DecoderConfig:
     """The config of a folder that can be calibrated.
 
     Raises:
-        CheckpointError: the decoder does not have the model's architecture.
+        CheckpointError: the decoder does not have the model's architecture, or the folder not the tensors for it.
     """
     try:
-        return DecoderConfig.of(source.config(), str(source.path / "config.json"))
+        config = DecoderConfig.of(source.config(), str(source.path / "config.json"))
+        require_counts(source, config)
+        return config
     except ValueError as error:
         raise CheckpointError(f"calibration computes the model, by models.decoder: {error}") from None

@@ -5,7 +5,13 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 
-from jaxlowprec.checkpoints.conversion.modules import MODELOPT_FILE, QuantisedModule, quantised_modules
+from jaxlowprec.checkpoints.conversion.heads import with_true_tie
+from jaxlowprec.checkpoints.conversion.modules import (
+    MODELOPT_FILE,
+    QuantisedModule,
+    quantised_modules,
+    require_no_other_codes,
+)
 from jaxlowprec.checkpoints.conversion.plan import Arrays, Job, Plan, copy_job, require_distinct
 from jaxlowprec.checkpoints.errors import CheckpointError
 from jaxlowprec.checkpoints.files.config import without_quantization
@@ -23,10 +29,11 @@ def plan_dequantization(source: CheckpointFolder, scheme: Scheme, dtype: str) ->
     A weight goes to the file that holds the first of its tensors. All other tensors stay as they are.
 
     Raises:
-        CheckpointError: no module is quantised, or a module's tensors do not fit the scheme; or, when the plan is
-            carried out, a weight is not finite in that dtype.
+        CheckpointError: no module is quantised, a module's tensors do not fit the scheme, or a tensor holds codes and
+            belongs to no weight in it; or, when the plan is carried out, a weight is not finite in that dtype.
     """
     modules = quantised_modules(source, scheme)
+    require_no_other_codes(source, scheme, modules)
     if not modules:
         raise CheckpointError(f"{source.path}: its config says {scheme.name}, but no tensor is in that format")
     consumed = {name: module for module, held in modules.items() for name in held.tensors.values()}
@@ -42,9 +49,11 @@ def plan_dequantization(source: CheckpointFolder, scheme: Scheme, dtype: str) ->
         if held:  # a file that had only scales has nothing left to hold
             shards[shard] = held
     require_distinct(source.path, shards)
+    config, warnings = with_true_tie(source, without_quantization(source.config()), modules)
     return Plan(
         shards=shards,
-        config=without_quantization(source.config()),
+        config=config,
+        warnings=warnings,
         changed=sorted(modules),
         formats={module: held.scheme.name for module, held in modules.items()},
         drop_files=_OTHER_CONFIGS,

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import numpy as np
 
 from jaxlowprec.checkpoints.errors import CheckpointError
 from jaxlowprec.checkpoints.files.config import quantization_of
-from jaxlowprec.checkpoints.files.dtypes import numpy_dtype
+from jaxlowprec.checkpoints.files.dtypes import QUANTISED, numpy_dtype
 from jaxlowprec.checkpoints.files.folder import CONFIG_FILE, CheckpointFolder
+from jaxlowprec.checkpoints.files.safetensors_header import TensorSpec
 from jaxlowprec.checkpoints.files.written_whole import read_json_object
 from jaxlowprec.checkpoints.schemes import Scheme, from_config
 from jaxlowprec.checkpoints.schemes.magnitudes import all_finite, amax, limit
@@ -22,6 +24,10 @@ MODELOPT_FILE = "hf_quant_config.json"
 
 _PLAIN = ("weight", "bias")
 _SHAPE_BYTES = 64  # the most that a tensor holding a shape takes
+_CODES_OR_SCALES = re.compile(
+    r".*(\.(weight_packed|weight_scale|weight_scale_inv|weight_scale_2|weight_zero_point|qweight|qzeros)|_blocks|_scale_inv)"
+)
+_LISTED = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,7 +175,48 @@ def quantised_modules(source: CheckpointFolder, scheme: Scheme) -> dict[str, Qua
     return modules
 
 
-def _own_scheme(source: CheckpointFolder, scheme: Scheme, module: str, tensors: Mapping[str, str]) -> Scheme:
+def holds_codes(name: str, spec: TensorSpec) -> bool:
+    """Whether a tensor, by its name and dtype, holds codes or scales of a quantised weight.
+
+    >>> [holds_codes("up.weight", TensorSpec(dtype, (8, 8))) for dtype in ("BF16", "I8", "F8_E4M3")]
+    [False, True, True]
+    """
+    last = name.rpartition(".")[2]
+    mask = spec.dtype == "U8" and (last == "bias" or "mask" in last)  # GPT-2's files have attn.bias, a causal mask
+    of_eight_bits = spec.dtype in (*QUANTISED, "I8", "U8") and not mask
+    return of_eight_bits or bool(_CODES_OR_SCALES.fullmatch(name))
+
+
+def require_no_other_codes(source: CheckpointFolder, scheme: Scheme, modules: Mapping[str, QuantisedModule]) -> None:
+    """Raises CheckpointError if a tensor of none of the modules holds codes or scales: it would pass for a weight."""
+    known = {name: source.spec(name) for held in modules.values() for name in held.tensors.values()}
+    packed = any(_words(spec) for spec in known.values())
+    for name in source.shard_of:
+        spec = source.spec(name)
+        if name in known or not (holds_codes(name, spec) or (packed and _words(spec))):
+            continue
+        module = name.rpartition(".")[0]
+        own = _own_scheme(source, scheme, module, [name.rpartition(".")[2]])
+        tensors = sorted(other for other in source.shard_of if other.rpartition(".")[0] == module)
+        more = f" and {len(tensors) - _LISTED} more" if len(tensors) > _LISTED else ""
+        listed = ", ".join(_described(source, tensor) for tensor in tensors[:_LISTED])
+        raise CheckpointError(
+            f"{source.path}: module {module!r} has {listed}{more}; a weight in {own.name} consists of "
+            f"{' and '.join(own.required)}: give its tensors these names, or take {name!r} out"
+        )
+
+
+def _words(spec: TensorSpec) -> bool:
+    """Whether it may be a matrix of INT4's words, of eight codes each."""
+    return spec.dtype == "I32" and len(spec.shape) > 1
+
+
+def _described(source: CheckpointFolder, name: str) -> str:
+    spec = source.spec(name)
+    return f"{name.rpartition('.')[2]} ({spec.dtype} {list(spec.shape)})"
+
+
+def _own_scheme(source: CheckpointFolder, scheme: Scheme, module: str, tensors: Iterable[str]) -> Scheme:
     own = scheme.of_module(module)
     if own is None:
         why = scheme.why_no_scheme(module)

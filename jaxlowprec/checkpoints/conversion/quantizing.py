@@ -20,7 +20,16 @@ from jaxlowprec.checkpoints.conversion.expert_arrays import (
     model_types,
     weights_of,
 )
-from jaxlowprec.checkpoints.conversion.modules import is_quantised, naming
+from jaxlowprec.checkpoints.conversion.heads import (
+    LM_HEAD,
+    NOT_LOOKED_UP,
+    is_embedding,
+    is_head,
+    only_copy,
+    reading_warnings,
+    with_true_tie,
+)
+from jaxlowprec.checkpoints.conversion.modules import holds_codes, is_quantised, naming
 from jaxlowprec.checkpoints.conversion.plan import Arrays, Job, Left, Plan, copy_job, output_specs, require_distinct
 from jaxlowprec.checkpoints.conversion.presets import KINDS
 from jaxlowprec.checkpoints.conversion.rules import (
@@ -34,19 +43,18 @@ from jaxlowprec.checkpoints.conversion.rules import (
 )
 from jaxlowprec.checkpoints.errors import CheckpointError
 from jaxlowprec.checkpoints.files.config import quantization_of, with_quantization
-from jaxlowprec.checkpoints.files.dtypes import HIGH_PRECISION, QUANTISED, numpy_dtype
+from jaxlowprec.checkpoints.files.dtypes import HIGH_PRECISION, numpy_dtype
 from jaxlowprec.checkpoints.files.folder import CheckpointFolder
 from jaxlowprec.checkpoints.schemes.base import Scheme
 from jaxlowprec.checkpoints.schemes.magnitudes import amax
 
-_QUANTISED_NAMES = re.compile(
-    r".*(\.(weight_packed|weight_scale|weight_scale_inv|weight_scale_2|weight_zero_point|qweight|qzeros)|_blocks|_scale_inv)"
-)
 ARRAYS = "all experts' weights in one array"
 _FUSED_EXPERTS = re.compile(r"(.*\.experts)\.[^.]+")
 
 
-def plan_quantization(source: CheckpointFolder, choice: Choice, rules: Rules, leave_unfit: bool = False) -> Plan:
+def plan_quantization(
+    source: CheckpointFolder, choice: Choice, rules: Rules, leave_unfit: bool = False, *, for_llama_cpp: bool = False
+) -> Plan:
     """The plan that quantises a checkpoint.
 
     Every matrix `<module>.weight` of bfloat16, float16 or float32 that no rule leaves alone is quantised, and so are
@@ -57,15 +65,19 @@ def plan_quantization(source: CheckpointFolder, choice: Choice, rules: Rules, le
         choice: the format of each new weight.
         rules: which weights are left alone.
         leave_unfit: leave weights alone that their scheme cannot hold, instead of raising an error.
+        for_llama_cpp: the result is read by llama.cpp, which decodes embeddings and heads as it does all matrices.
 
     Raises:
-        CheckpointError: the source is quantised already, a weight does not fit, nothing is left to quantise, a
+        CheckpointError: the source is quantised already, a weight does not fit, nothing is left to quantise, a rule
+            includes an embedding or the only tensor of embedding and head, which no reader would decode, a
             projection that engines fuse with others is left alone without them or has another scheme, or a tensor has
             the name of another's codes or scales.
     """
     config = source.config()
     _require_high_precision(source, config)
     chosen, left = _weights(source, config, choice, rules)
+    if not for_llama_cpp:
+        left += _embeddings_left(chosen, rules)
     unfit = {m: why for m, weight in chosen.items() if (why := choice.of(m).check(weight.spec.shape))}
     if unfit and not leave_unfit:
         raise CheckpointError(_unfit_message(choice, unfit))
@@ -77,19 +89,55 @@ def plan_quantization(source: CheckpointFolder, choice: Choice, rules: Rules, le
     _require_whole(left_modules, set(quantised))
     schemes = {module: choice.of(module) for module in quantised}
     require_one_scheme_in_a_unit(schemes)
-    writes = config_scheme(schemes)
     ignore = _ignore(rules, left_modules, set(quantised)) if _regexes(choice) else _named(source, left_modules, choice)
+    ignore += _untensored_head(set(quantised), ignore, LM_HEAD if _regexes(choice) else "lm_head")
+    config, warnings = _config(source, config, config_scheme(schemes).quantization_config(ignore), quantised)
+    warnings = [] if for_llama_cpp else warnings + reading_warnings(quantised)
     modules = {m: f"{m}.weight" for m in left_modules if f"{m}.weight" in source.shard_of}
     modules |= {m: weight.tensor if weight.part is None else f"{m}.weight" for m, weight in quantised.items()}
     return Plan(
         shards=_shards(source, schemes, quantised),
-        config=with_quantization(config, writes.quantization_config(ignore)),
+        config=config,
         changed=sorted(quantised),
         formats={module: scheme.name for module, scheme in schemes.items()},
         left=sorted(left, key=lambda entry: entry.module),
-        warnings=_warnings(rules, choice, ignore, modules, left),
+        warnings=_warnings(rules, choice, ignore, modules, left) + warnings,
         ignore=ignore,
     )
+
+
+def _config(
+    source: CheckpointFolder, config: dict[str, Any], entry: dict[str, Any], quantised: Mapping[str, Weight]
+) -> tuple[dict[str, Any], list[str]]:
+    """The new config, which says what is true of the new file's head, and warnings."""
+    if head := only_copy(source, config, quantised):
+        raise CheckpointError(
+            f"{source.path}: {head} is the only tensor of the embedding and the head, which are tied: no reader looks "
+            "up rows of a quantised one; leave it alone with --ignore"
+        )
+    config, warnings = with_true_tie(source, config, quantised)
+    if "lm_head" in entry:  # of GPTQ's configurations
+        entry["lm_head"] = any(is_head(module) for module in quantised)
+    return with_quantization(config, entry), warnings
+
+
+def _embeddings_left(chosen: dict[str, Weight], rules: Rules) -> list[Left]:
+    """Takes embeddings out of the chosen weights. Raises CheckpointError if a rule of the user asks for one."""
+    found = sorted(module for module in chosen if is_embedding(module))
+    for module in found:
+        if rule := matching(module, rules.include):
+            raise CheckpointError(
+                f"rule {rule!r} includes {module}, {NOT_LOOKED_UP}: no reader decodes it; take the rule out, or leave "
+                f"the embedding alone with --ignore {module}"
+            )
+        del chosen[module]
+    return [Left(module, NOT_LOOKED_UP) for module in found]
+
+
+def _untensored_head(quantised: set[str], ignore: list[str], entry: str) -> list[str]:
+    """The entry that names a head without a tensor, as that of tied embeddings: readers would look for its codes."""
+    named = matching("lm_head", ignore) or any(matching(module, [LM_HEAD]) for module in {*quantised, *ignore})
+    return [] if named else [entry]
 
 
 def _regexes(choice: Choice) -> bool:
@@ -240,12 +288,11 @@ def _module(name: str) -> str:
 
 
 def _ignore(rules: Rules, left: set[str], quantised: set[str]) -> list[str]:
-    """The config's entry. It also names the head of a model with tied embeddings, which has no tensor."""
+    """The config's entry."""
     ignore = config_ignore(rules, left, quantised)
-    head = ["lm_head"] if rules.why_left_alone("lm_head") and not matching("lm_head", ignore) else []
     experts = _experts_to_ignore(left, quantised, ignore)
     ignore = [rule for rule in ignore if not _lies_in(rule, experts)]
-    return ignore + [rf"re:{re.escape(parent)}(\.|$)" for parent in sorted(experts)] + head
+    return ignore + [rf"re:{re.escape(parent)}(\.|$)" for parent in sorted(experts)]
 
 
 def _experts_to_ignore(left: set[str], quantised: set[str], ignore: list[str]) -> list[str]:
@@ -274,9 +321,9 @@ def _require_high_precision(source: CheckpointFolder, config: dict) -> None:
         method = entry.get("quant_method") or entry.get("quant_algo") or "modelopt"
         raise CheckpointError(f"{source.path}: is quantised already: its config says {method!r}{remedy}")
     for name in source.shard_of:
-        dtype = source.spec(name).dtype
-        if _QUANTISED_NAMES.fullmatch(name) or dtype in QUANTISED:
-            raise CheckpointError(f"{source.path}: is quantised already: it holds {name!r} of {dtype}{remedy}")
+        spec = source.spec(name)
+        if holds_codes(name, spec):
+            raise CheckpointError(f"{source.path}: is quantised already: it holds {name!r} of {spec.dtype}{remedy}")
 
 
 def _require_whole(left: set[str], quantised: set[str]) -> None:

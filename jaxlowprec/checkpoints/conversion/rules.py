@@ -25,7 +25,7 @@ FUSED = {
 """Projections that engines hold as one matrix, by that matrix's name: all of them are quantised, or none."""
 
 _FUSED_OF = {part: parts for parts in FUSED.values() for part in parts}
-_EXPERT = re.compile(r"(.*\.experts)\.[0-9]+(\..+)")
+_EXPERT = re.compile(r"(?s)(.*\.experts)\.[0-9]+(\..+)")
 
 
 @dataclasses.dataclass(frozen=True)

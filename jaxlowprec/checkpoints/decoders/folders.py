@@ -10,7 +10,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxlowprec import checkpoints
-from jaxlowprec.checkpoints import TreeMapping, mapping_for
+from jaxlowprec.checkpoints import CheckpointError, TreeMapping, mapping_for
+from jaxlowprec.checkpoints.files.folder import CheckpointFolder
 from jaxlowprec.models.decoder.config import FAMILIES, DecoderConfig
 from jaxlowprec.models.decoder.model import Decoder
 
@@ -34,6 +35,17 @@ def mapping_of(config: DecoderConfig) -> TreeMapping:
     return mapping_for(said)
 
 
+def require_counts(source: CheckpointFolder, config: DecoderConfig) -> None:
+    """Raises CheckpointError if a config says more layers or experts than the folder's tensors can hold."""
+    count = len(source.shard_of)
+    specs = [source.spec(name) for name in source.shard_of]
+    arrays = sum(spec.shape[0] for spec in specs if len(spec.shape) > 2 and spec.nbytes)
+    experts = 0 if config.experts is None else config.experts.number * sum(config.sparse)
+    for said, what, most in ((config.layers, "layers", count), (experts, "experts in all layers", count + arrays)):
+        if said > most:
+            raise CheckpointError(f"{source.path}: config.json says {said} {what}; the folder has {count} tensors")
+
+
 def load(folder: pathlib.Path, *, dtype: Any = jnp.float32, param_dtype: Any = jnp.float32) -> Decoder:
     """The decoder of a Hugging Face folder. Kernels that the folder holds quantised become QuantizedArrays.
 
@@ -47,6 +59,8 @@ def load(folder: pathlib.Path, *, dtype: Any = jnp.float32, param_dtype: Any = j
         CheckpointError: files are missing or wrong.
     """
     config = DecoderConfig.of_folder(folder)
+    with CheckpointFolder(folder) as source:
+        require_counts(source, config)
     decoder = nnx.eval_shape(lambda: Decoder(config, dtype=dtype, param_dtype=param_dtype, rngs=nnx.Rngs(0)))
     nnx.update(decoder, checkpoints.load(folder, decoder, mapping_of(config)))
     return decoder

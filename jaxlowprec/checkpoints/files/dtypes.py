@@ -88,3 +88,11 @@ def file_dtype(dtype: np.typing.DTypeLike) -> str:
 def bits_of(dtype: str, shape: Sequence[int]) -> int:
     """Bits that the elements of an array take."""
     return BITS[dtype] * math.prod(shape)
+
+
+def same_bytes(one: np.ndarray, other: np.ndarray) -> bool:
+    """Whether two arrays have the same dtype, shape and bytes."""
+    if (one.dtype, one.shape) != (other.dtype, other.shape):
+        return False
+    bits = f"u{one.dtype.itemsize}"
+    return bool(np.array_equal(np.ascontiguousarray(one).view(bits), np.ascontiguousarray(other).view(bits)))

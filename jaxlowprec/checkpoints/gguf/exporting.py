@@ -18,6 +18,7 @@ import numpy as np
 from jaxlowprec.checkpoints.conversion.choice import Choice
 from jaxlowprec.checkpoints.conversion.convert import Report, Run
 from jaxlowprec.checkpoints.conversion.engine import Counter, in_parallel
+from jaxlowprec.checkpoints.conversion.heads import shares_embedding
 from jaxlowprec.checkpoints.conversion.modules import QuantisedModule, naming, quantised_modules, scheme_of
 from jaxlowprec.checkpoints.conversion.plan import Job, Plan
 from jaxlowprec.checkpoints.conversion.presets import DEFAULTS
@@ -40,6 +41,8 @@ from jaxlowprec.checkpoints.gguf.names import (
     heads_of,
     is_float32,
     places,
+    require_counts,
+    text_of,
     to_neighbours,
 )
 from jaxlowprec.checkpoints.gguf.tokenizers import tokenizer_metadata
@@ -130,11 +133,20 @@ def export_gguf(
         plan = None
         if scheme is not None:
             plan = plan_quantization(
-                folder, Choice(scheme), Rules(tuple(ignore), tuple(include), tuple(defaults)), leave_unfit
+                folder,
+                Choice(scheme),
+                Rules(tuple(ignore), tuple(include), tuple(defaults)),
+                leave_unfit,
+                for_llama_cpp=True,
             )
         model = _model(folder, scheme, plan)
         pieces, specs = _planned(model)
         metadata, warnings = _metadata(model, specs)
+        if _says_tied(folder) and "output.weight" in specs:
+            warnings.append(
+                "config.json says tie_word_embeddings, but lm_head has a weight of its own: it is written, and "
+                "llama.cpp computes with it, as transformers does"
+            )
         changed = sorted(model.held)
         report = Report(
             scheme="GGUF" if not changed else f"GGUF {type_of_scheme(model.held[changed[0]].scheme).name}",
@@ -234,17 +246,23 @@ def _stored(folder: CheckpointFolder, stored: QuantisedModule) -> _Held:
 def _planned(model: _Model) -> tuple[list[_Piece], dict[str, TensorSpec]]:
     """The pieces to write, and the tensors that they make up."""
     folder, config = model.folder, model.config
+    require_counts(f"{folder.path / CONFIG_FILE}", folder.shard_of, config.layers, config.experts)
     where = places(model.architecture, config.layers, config.experts)
-    tied = folder.config().get("tie_word_embeddings") is True
-    plain = {
-        name: name.rpartition(".")[0] for name in _plain_tensors(model) if not (tied and name.startswith("lm_head."))
-    }
+    tied, head = _says_tied(folder), "lm_head.weight"
+    plain = {name: name.rpartition(".")[0] for name in _plain_tensors(model)}
+    if tied and head in plain and shares_embedding(folder, head):
+        del plain[head]
     _require_names(model, set(plain.values()) | set(model.held), set(where), tied)
     pieces = [_plain_piece(model, name, where[module]) for name, module in plain.items()]
     pieces += [_held_piece(model, module, where[module]) for module in model.held]
     if (divisors := config.rope_freqs()) is not None:
         pieces.append(_Piece(Place(ROPE_FREQS), TensorSpec(TYPES["F32"], divisors.shape), 0, lambda: divisors))
     return pieces, _specs(folder, pieces, config.experts)
+
+
+def _says_tied(folder: CheckpointFolder) -> bool:
+    """Whether the config says that the head is the embedding. A head of its own is computed with all the same."""
+    return folder.config().get("tie_word_embeddings") is True
 
 
 def _plain_tensors(model: _Model) -> Iterator[str]:
@@ -294,8 +312,9 @@ def _order(model: _Model, place: Place, count: int) -> np.ndarray | None:
 def _plain_piece(model: _Model, name: str, at: Place) -> _Piece:
     place = Place(at.tensor + name.rpartition(".")[2], at.part)
     spec = model.folder.spec(name)
+    model.config.require_shape(f"{model.folder.path}: {name}", place, spec.shape)
     dtype = "F32" if is_float32(place.tensor, len(spec.shape)) else spec.dtype
-    order = _order(model, place, spec.shape[0] if spec.shape else 1)
+    order = _order(model, place, spec.shape[0])
 
     def make() -> np.ndarray:
         array = model.folder.read(name)
@@ -307,6 +326,7 @@ def _plain_piece(model: _Model, name: str, at: Place) -> _Piece:
 
 def _held_piece(model: _Model, module: str, at: Place) -> _Piece:
     place, held = Place(at.tensor + "weight", at.part), model.held[module]
+    model.config.require_shape(f"{model.folder.path}: {module}", place, held.shape)
     order = _order(model, place, held.shape[0])
     if is_float32(place.tensor, len(held.shape)):
         raise CheckpointError(f"{model.folder.path}: {module} is quantised; llama.cpp needs F32 there: leave it alone")
@@ -348,7 +368,7 @@ def _metadata(model: _Model, specs: Mapping[str, TensorSpec]) -> tuple[dict[str,
     general: dict[str, Value] = {
         "general.architecture": model.architecture.name,
         "general.type": "model",
-        "general.name": model.folder.path.resolve().name,
+        "general.name": text_of(model.folder.path.resolve().name),
         "general.file_type": np.uint32(_FILE_TYPES[kinds.most_common(1)[0][0]]),
         "general.quantization_version": np.uint32(QUANTIZATION_VERSION),
     }

@@ -23,6 +23,7 @@ from jaxlowprec.checkpoints.gguf.header import (
     Value,
     layout_header,
     parse_header,
+    shortest,
 )
 
 SUFFIX = ".gguf"
@@ -91,9 +92,10 @@ class GGUFFile(TensorFile[TensorEntry, Header]):
 def _read_header(file: OpenFile) -> Header:
     """The checked header of an open file that holds a whole model."""
     header = parse_header(Cursor(file))
-    if (parts := header.metadata.get(_SPLIT, 0)) not in (0, 1):
+    parts = header.metadata.get(_SPLIT, 0)
+    if not isinstance(parts, np.integer | int) or parts not in (0, 1):
         raise CheckpointError(
-            f"{file.path}: is one of {parts} parts of a model; put them together with llama.cpp's "
+            f"{file.path}: is one of {brief(shortest(parts))} parts of a model; put them together with llama.cpp's "
             "llama-gguf-split --merge"
         )
     return header

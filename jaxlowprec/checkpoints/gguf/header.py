@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 
@@ -143,6 +144,17 @@ def layout_header(
     prefix += bytes(-len(prefix) % alignment)
     tensors = {name: TensorEntry(spec, len(prefix) + offsets[name]) for name, spec in specs.items()}
     return prefix, Header(VERSION, dict(metadata), tensors, len(prefix) + offset)
+
+
+def shortest(number: Any) -> Any:
+    """A number of numpy as Python's; of a float32 number the shortest decimal that is rounded to it.
+
+    >>> shortest(np.float32(1e-5))
+    1e-05
+    """
+    if isinstance(number, np.float32):
+        return float(np.format_float_scientific(number, unique=True))
+    return number.item() if isinstance(number, np.generic) else number
 
 
 def _counts(cursor: Cursor) -> tuple[int, int, int]:

@@ -29,7 +29,16 @@ from jaxlowprec.checkpoints.files.written_whole import write_json
 from jaxlowprec.checkpoints.gguf.exact import rows, scheme_of_type, tensors_of_blocks
 from jaxlowprec.checkpoints.gguf.gguf_file import GGUFFile
 from jaxlowprec.checkpoints.gguf.model_config import ROPE_FREQS, Config, config_of_metadata
-from jaxlowprec.checkpoints.gguf.names import Architecture, Place, by_metadata, heads_of, is_float32, places, to_halves
+from jaxlowprec.checkpoints.gguf.names import (
+    Architecture,
+    Place,
+    by_metadata,
+    heads_of,
+    is_float32,
+    places,
+    text_of,
+    to_halves,
+)
 from jaxlowprec.checkpoints.schemes import Scheme
 from jaxlowprec.checkpoints.schemes.base import as_dtype
 from jaxlowprec.checkpoints.schemes.magnitudes import all_finite
@@ -185,6 +194,7 @@ def _planned(model: _Model) -> Plan:
     """The plan that writes the folder."""
     file, config = model.file, model.config
     tied = config.content["tie_word_embeddings"]
+    _require_counts(model)
     where = places(model.architecture, config.layers, config.experts)
     if tied:
         del where["lm_head"]
@@ -227,6 +237,22 @@ def _planned(model: _Model) -> Plan:
     )
 
 
+def _require_counts(model: _Model) -> None:
+    """Raises CheckpointError if the metadata says more layers or experts than the file has tensors of."""
+    layers = {parts[1] for name in model.file.specs if len(parts := name.split(".")) > 2 and parts[0] == "blk"}
+    if model.config.layers > len(layers):
+        raise CheckpointError(
+            f"{model.file.path}: the metadata says {model.config.layers} layers; the file has tensors of {len(layers)}"
+        )
+    held = [spec.shape for name, spec in model.file.specs.items() if name.endswith("_exps.weight")]
+    count = sum(shape[0] for shape in held if shape and 0 not in shape)
+    if model.config.layers * model.config.experts > count:
+        raise CheckpointError(
+            f"{model.file.path}: the metadata says {model.config.experts} experts in each layer; all tensors together "
+            f"hold {count} matrices of experts"
+        )
+
+
 def _job(model: _Model, name: str, place: Place) -> tuple[Job, str | None]:
     """The job that makes a tensor, or a module's tensors; and why a matrix does not keep its codes."""
     file = model.file
@@ -236,14 +262,9 @@ def _job(model: _Model, name: str, place: Place) -> tuple[Job, str | None]:
         if len(shape) != 3 or shape[0] != model.config.experts:
             raise CheckpointError(f"{file.path}: {place.tensor} is {list(shape)}; needs [{model.config.experts}, N, K]")
         shape = shape[1:]
-    nbytes, heads = (
-        spec.type.nbytes(shape),
-        heads_of(model.architecture, place, model.config.heads, model.config.kv_heads),
-    )
-    if heads is not None and (not shape or shape[0] != heads * model.config.head_dim):
-        raise CheckpointError(
-            f"{file.path}: {place.tensor} is {list(shape)}; the metadata says {heads} heads of {model.config.head_dim}"
-        )
+    model.config.require_shape(f"{file.path}: {place.tensor}", place, shape)
+    nbytes = spec.type.nbytes(shape)
+    heads = heads_of(model.architecture, place, model.config.heads, model.config.kv_heads)
     order = None if heads is None else to_halves(shape[0], heads)
     module = name.rpartition(".")[0]
     if model.scheme is not None and scheme_of_type(spec.type) == model.scheme and place.tensor.startswith("blk."):
@@ -327,12 +348,12 @@ def _warnings(model: _Model) -> list[str]:
         return []
     return [
         "the tokenizer is not written; transformers reads it from the GGUF file: AutoTokenizer.from_pretrained(folder, "
-        f"gguf_file={model.file.path.name!r}).save_pretrained(...)"
+        f"gguf_file={text_of(model.file.path.name)!r}).save_pretrained(...)"
     ]
 
 
 def _fingerprint(file: GGUFFile, options: Mapping[str, Any]) -> dict[str, Any]:
     """The source and the options as JSON, as `resume.fingerprint` makes it of a folder."""
     status = file.path.stat()
-    files = {file.path.name: {"size": status.st_size, "mtime_ns": status.st_mtime_ns}}
+    files = {text_of(file.path.name): {"size": status.st_size, "mtime_ns": status.st_mtime_ns}}
     return {"version": 1, "options": dict(options), "source_files": files}

@@ -6,14 +6,15 @@ Source: conversion/base.py and conversion/llama.py of llama.cpp (which keys); co
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from jaxlowprec.arguments import finite_number
 from jaxlowprec.checkpoints.errors import CheckpointError, brief
-from jaxlowprec.checkpoints.gguf.header import Value
-from jaxlowprec.checkpoints.gguf.names import Architecture
+from jaxlowprec.checkpoints.gguf.header import Value, shortest
+from jaxlowprec.checkpoints.gguf.names import Architecture, Place
 
 ROPE_FREQS = "rope_freqs.weight"
 """Divisors of the rotations' frequencies, float32 [head_dim / 2]: how GGUF holds the scaling of Llama 3."""
@@ -40,6 +41,7 @@ _SIZES = {
     "num_key_value_heads": "attention.head_count_kv",
 }
 _EXPERT_SIZES = {"num_experts_per_tok": "expert_used_count", "moe_intermediate_size": "expert_feed_forward_length"}
+_LARGEST = float(np.finfo(np.float32).max)
 _EXPERT_COUNTS = ("num_experts", "num_local_experts")
 
 
@@ -61,6 +63,8 @@ class Config:
         self.layers, self.heads = self.size("num_hidden_layers"), self.size("num_attention_heads")
         self.kv_heads = self.size("num_key_value_heads", self.heads)
         self.head_dim = self.size("head_dim", self.size("hidden_size") // self.heads)
+        if self.head_dim % 2:
+            raise CheckpointError(f"{where}: has heads of {self.head_dim}; rotations need an even number")
         self.experts = self._experts()
         self.rope = self._rope()
         self._refuse()
@@ -75,10 +79,37 @@ class Config:
 
     def number(self, key: str, holder: Mapping[str, Any] | None = None) -> float:
         """A finite number."""
-        found = (self._config if holder is None else holder).get(key)
-        if not isinstance(found, int | float) or isinstance(found, bool) or not math.isfinite(found):
-            raise CheckpointError(f"{self._where}: {key} is {brief(found)}; needs a number")
-        return float(found)
+        given = (self._config if holder is None else holder).get(key)
+        found = finite_number(given)
+        if found is None or abs(found) > _LARGEST:
+            raise CheckpointError(f"{self._where}: {key} is {brief(given)}; needs a number of float32")
+        return found
+
+    def require_shape(self, what: str, place: Place, shape: Sequence[int]) -> None:
+        """Raises CheckpointError unless a weight, one expert's, or a bias has the shape that the sizes say."""
+        hidden = self.size("hidden_size")
+        inner = self.size("moe_intermediate_size" if "moe_intermediate_size" in self.content else "intermediate_size")
+        q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        needed: dict[str, tuple[int | None, ...]] = {
+            **dict.fromkeys(("token_embd", "output"), (None, hidden)),
+            **dict.fromkeys(("output_norm", "attn_norm", "ffn_norm"), (hidden,)),
+            **dict.fromkeys(("attn_q_norm", "attn_k_norm"), (self.head_dim,)),
+            **dict.fromkeys(("attn_k", "attn_v"), (kv, hidden)),
+            **{"attn_q": (q, hidden), "attn_output": (hidden, q), "ffn_gate_inp": (self.experts, hidden)},
+            **dict.fromkeys(("ffn_gate", "ffn_up", "ffn_gate_exps", "ffn_up_exps"), (inner, hidden)),
+            **dict.fromkeys(("ffn_down", "ffn_down_exps"), (hidden, inner)),
+        }
+        wanted = needed[place.module] if place.tensor.endswith("weight") else needed[place.module][:1]
+        if (
+            len(wanted) != len(shape)
+            or 0 in shape
+            or any(w not in (None, s) for w, s in zip(wanted, shape, strict=True))
+        ):
+            sizes = ", ".join("tokens" if w is None else str(w) for w in wanted)
+            raise CheckpointError(
+                f"{what} is {list(shape)}; the model's sizes say [{sizes}]: {self._where} says {self.heads} heads of "
+                f"{self.head_dim} in a width of {hidden}"
+            )
 
     def metadata(self, vocabulary: int) -> dict[str, Value]:
         """The sizes as metadata. `vocabulary`: rows of the embedding."""
@@ -102,9 +133,10 @@ class Config:
             found["rope.scaling.factor"] = np.float32(self.number("factor", self.rope))
         if kind == "yarn":
             key = "original_max_position_embeddings"
-            original = (
-                self.size("max_position_embeddings") if self.rope.get(key) is None else self.number(key, self.rope)
-            )
+            original = self.rope.get(key)
+            original = self.size("max_position_embeddings") if original is None else original
+            if finite_number(original) is None or not 0 < original < 2**31:
+                raise CheckpointError(f"{self._where}: {key} is {brief(original)}; needs a number above 0")
             found["rope.scaling.original_context_length"] = np.uint32(original)
             given = {key: name for key, name in _YARN.items() if self.rope.get(key) is not None}
             found |= {f"rope.scaling.{name}": np.float32(self.number(key, self.rope)) for key, name in given.items()}
@@ -150,7 +182,11 @@ class Config:
         found["rope_type"] = found.get("rope_type", found.get("type", "default"))
         kind = found["rope_type"]
         remedy = "leave rope_scaling out if texts stay within the original context"
-        if kind not in _ROPE_KEYS or (kind == "llama3" and self._architecture.name != "llama"):
+        if (
+            not isinstance(kind, str)
+            or kind not in _ROPE_KEYS
+            or (kind == "llama3" and self._architecture.name != "llama")
+        ):
             raise CheckpointError(
                 f"{self._where}: rope_type is {brief(kind)}; to GGUF go {', '.join(_ROPE_KEYS)} "
                 f"(llama3 for Llama only); {remedy}"
@@ -209,52 +245,59 @@ def config_of_metadata(
         CheckpointError: a key is missing or no number, or the rotation is scaled in a way that is not known.
     """
 
-    def given(key: str, default: Any = None) -> Any:
-        found = metadata.get(f"{architecture.name}.{key}", default)
-        if not isinstance(found, np.number | int | float | str):
+    def number(key: str, default: Any = None) -> float:
+        given = metadata.get(f"{architecture.name}.{key}", default)
+        found = shortest(given)
+        if finite_number(found) is None:
             raise CheckpointError(
-                f"{where}: {architecture.name}.{key} is {brief(found)}; needs one number for all layers"
+                f"{where}: {architecture.name}.{key} is {brief(given)}; needs one number for all layers"
             )
-        return found if isinstance(found, str) else shortest(found)
+        return found
 
-    heads, hidden = int(given("attention.head_count")), int(given("embedding_length"))
-    if heads < 1:
-        raise CheckpointError(f"{where}: {architecture.name}.attention.head_count is {heads}; needs 1 or more")
+    def size(key: str, default: Any = None) -> int:
+        found = number(key, default)
+        if type(found) is not int or not 0 < found < 2**31:
+            raise CheckpointError(
+                f"{where}: {architecture.name}.{key} is {brief(found)}; needs one whole number above 0 for all layers"
+            )
+        return found
+
+    heads, hidden = size("attention.head_count"), size("embedding_length")
     config: dict[str, Any] = {
         "architectures": [architecture.classes],
         "model_type": architecture.model_type,
         "hidden_act": "silu",
         "vocab_size": vocabulary,
     }
-    config |= {hf: int(given(key, heads if hf == "num_key_value_heads" else None)) for hf, key in _SIZES.items()}
-    config["head_dim"] = int(given("attention.key_length", hidden // heads))
-    config["rms_norm_eps"] = given("attention.layer_norm_rms_epsilon")
-    config["rope_theta"] = given("rope.freq_base", 10000.0)
+    config |= {hf: size(key, heads if hf == "num_key_value_heads" else None) for hf, key in _SIZES.items()}
+    config["head_dim"] = size("attention.key_length", hidden // heads)
+    config["rms_norm_eps"] = number("attention.layer_norm_rms_epsilon")
+    config["rope_theta"] = number("rope.freq_base", 10000.0)
     if architecture.has_experts:
-        count = int(given("expert_count"))
+        count = size("expert_count")
         config |= {"num_local_experts" if architecture.name == "llama" else "num_experts": count}
-        config["num_experts_per_tok"] = int(given("expert_used_count"))
+        config["num_experts_per_tok"] = size("expert_used_count")
         if architecture.name == "qwen3moe":
-            config |= {"moe_intermediate_size": int(given("expert_feed_forward_length")), "norm_topk_prob": True}
-    scaling = str(given("rope.scaling.type", "none"))
+            config |= {"moe_intermediate_size": size("expert_feed_forward_length"), "norm_topk_prob": True}
+    scaling = metadata.get(f"{architecture.name}.rope.scaling.type", "none")
+    if not isinstance(scaling, str) or scaling not in ("none", "linear", "yarn"):
+        raise CheckpointError(f"{where}: rope.scaling.type is {brief(scaling)}; known are none, linear, yarn")
     if scaling == "linear":
-        config["rope_scaling"] = {"rope_type": "linear", "factor": given("rope.scaling.factor")}
+        config["rope_scaling"] = {"rope_type": "linear", "factor": number("rope.scaling.factor")}
     elif scaling == "yarn":
         for key in ("rope.scaling.yarn_attn_factor", "rope.scaling.yarn_ext_factor"):
             if f"{architecture.name}.{key}" in metadata:
                 raise CheckpointError(
                     f"{where}: has {architecture.name}.{key}, which transformers reads otherwise or not"
                 )
-        rope = {"rope_type": "yarn", "factor": given("rope.scaling.factor")}
-        rope["original_max_position_embeddings"] = int(given("rope.scaling.original_context_length"))
+        rope: dict[str, Any] = {"rope_type": "yarn", "factor": number("rope.scaling.factor")}
+        rope["original_max_position_embeddings"] = size("rope.scaling.original_context_length")
         rope |= {
-            hf: given(f"rope.scaling.{key}")
+            hf: number(f"rope.scaling.{key}")
             for hf, key in _YARN.items()
             if f"{architecture.name}.rope.scaling.{key}" in metadata
         }
         config["rope_scaling"] = rope
-    elif scaling != "none":
-        raise CheckpointError(f"{where}: rope.scaling.type is {brief(scaling)}; known are none, linear, yarn")
     if rope_freqs is not None:
         config["rope_scaling"] = _llama3_of(where, rope_freqs, config["head_dim"], config["rope_theta"])
     return config
@@ -281,14 +324,3 @@ def _llama3_of(where: object, rope_freqs: np.ndarray, head_dim: int, theta: floa
     if rope_freqs.shape != expected.shape or not np.allclose(rope_freqs, expected, rtol=1e-5, atol=0):
         raise CheckpointError(f"{where}: {ROPE_FREQS} holds other divisors than those of Llama 3, which no config says")
     return rope
-
-
-def shortest(number: Any) -> Any:
-    """A number of numpy as Python's; of a float32 number the shortest decimal that is rounded to it.
-
-    >>> shortest(np.float32(1e-5))
-    1e-05
-    """
-    if isinstance(number, np.float32):
-        return float(np.format_float_scientific(number, unique=True))
-    return number.item() if isinstance(number, np.generic) else number

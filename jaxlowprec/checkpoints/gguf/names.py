@@ -6,7 +6,8 @@ Source: tensor_mapping.py and constants.py of the package gguf, llama-arch.cpp o
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import os
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import numpy as np
@@ -105,7 +106,7 @@ def by_config(where: object, config: Mapping[str, Any]) -> Architecture:
 def by_metadata(where: object, name: object, experts: int) -> Architecture:
     """The family of a GGUF file. Raises CheckpointError, listing the known ones, for another."""
     for architecture in ARCHITECTURES:
-        if architecture.name == name and architecture.has_experts == bool(experts):
+        if isinstance(name, str) and architecture.name == name and architecture.has_experts == bool(experts):
             return architecture
     known = ", ".join(dict.fromkeys(a.name for a in ARCHITECTURES))
     raise CheckpointError(f"{where}: general.architecture is {brief(name)}; to a folder go {known}")
@@ -122,6 +123,18 @@ def places(architecture: Architecture, layers: int, experts: int) -> dict[str, P
             else:
                 found[prefix + hf] = Place(tensor)
     return found
+
+
+def require_counts(where: str, names: Collection[str], layers: int, experts: int) -> None:
+    """Raises CheckpointError if a folder has fewer tensors than its config says layers and experts."""
+    if layers * max(experts, 1) > len(names):
+        of_experts = f" of {experts} experts" if experts else ""
+        raise CheckpointError(f"{where}: says {layers} layers{of_experts}; the folder has {len(names)} tensors")
+
+
+def text_of(name: str) -> str:
+    """A file's name as text in UTF-8, with escapes for bytes that are none."""
+    return os.fsencode(name).decode("utf-8", "backslashreplace")
 
 
 def is_float32(tensor: str, axes: int) -> bool:

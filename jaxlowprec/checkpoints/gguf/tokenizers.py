@@ -9,6 +9,7 @@ Source: conversion/base.py, llama-vocab.cpp of llama.cpp; convert_slow_tokenizer
 
 from __future__ import annotations
 
+import itertools
 import pathlib
 import re
 from collections.abc import Mapping, Sequence
@@ -16,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxlowprec.checkpoints.errors import brief
+from jaxlowprec.checkpoints.errors import CheckpointError, brief
 from jaxlowprec.checkpoints.files.written_whole import read_json_object
 from jaxlowprec.checkpoints.gguf.header import Value
 
@@ -71,7 +72,9 @@ def tokenizer_metadata(
         if isinstance(chat, str):
             found["tokenizer.chat_template"] = chat
         return found, []
-    except (Unfit, KeyError, TypeError, AttributeError, UnicodeDecodeError) as error:
+    except (Unfit, LookupError, TypeError, AttributeError, ValueError, StopIteration) as error:
+        if isinstance(error, CheckpointError):
+            raise
         reason = str(error) if isinstance(error, Unfit) else f"{path} lacks what a tokenizer has ({brief(str(error))})"
         return dict(NO_TOKENIZER), [
             f"no tokenizer is written: {reason}; the library of llama.cpp loads the model and takes numbers of tokens, "
@@ -114,6 +117,8 @@ def _tokens(content: Mapping[str, Any], size: int) -> tuple[list[str], list[int]
         tokens[number] = text
         if types.get(number) != UNKNOWN:
             types[number] = CONTROL if added["special"] else USER_DEFINED
+    if odd := next((t for t in tokens.items() if type(t[0]) is not int or not isinstance(t[1], str)), None):
+        raise Unfit(f"tokenizer.json has the token {brief(odd[1])} of number {brief(odd[0])}")
     if not tokens or max(tokens) >= size or min(tokens) < 0:
         raise Unfit(f"tokenizer.json has tokens up to {max(tokens, default=None)}, the embedding has {size} rows")
     if len(set(tokens.values())) != len(tokens):
@@ -180,8 +185,9 @@ def _scores(
         rank_of.setdefault(before, rank)
     allowed = set(merges)
     pieces = {text for text, number in vocab.items() if types[number] == NORMAL}
+    lengths = sorted({len(text) for text in pieces} - {0})  # few, however long a token is
     for text in pieces:
-        for at in range(1, len(text)):
+        for at in itertools.takewhile(len(text).__gt__, lengths):
             if text[:at] in pieces and text[at:] in pieces and (text[:at], text[at:]) not in allowed:
                 raise Unfit(
                     f"{brief(text)} is not merged from {brief(text[:at])} and {brief(text[at:])}, as scores would"

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -19,12 +18,23 @@ from jaxlowprec.arrays.formats import Format
 from jaxlowprec.arrays.quantized_array import QuantizedArray
 from jaxlowprec.checkpoints.errors import brief
 from jaxlowprec.checkpoints.schemes.base import Scheme, Spec, Tensors
+from jaxlowprec.checkpoints.schemes.expressions import Expression
 
-_EMBEDDING = re.compile(r"(.*\.)?([^.]*embed[^.]*|wte|wpe)")
+MOST_POSITIONS = 4096
+"""The most of all expressions that are no plain text together: each module's name is compared with each of them."""
+
+
+def _is_embedding(module: str) -> bool:
+    last = module.rpartition(".")[2]
+    if last in ("wte", "wpe", "shared"):  # shared: T5's
+        return True
+    return "embed" in last and "proj" not in last and last != "embed_out" and not last.startswith("unembed")
+
+
 CLASSES: Mapping[str, Callable[[str], bool]] = {
-    "Linear": lambda module: not _EMBEDDING.fullmatch(module),
-    "LinearBase": lambda module: not _EMBEDDING.fullmatch(module),
-    "Embedding": lambda module: bool(_EMBEDDING.fullmatch(module)),
+    "Linear": lambda module: not _is_embedding(module),
+    "LinearBase": lambda module: not _is_embedding(module),
+    "Embedding": _is_embedding,
 }
 """Which quantised modules are of a class, by their names: a checkpoint does not say it otherwise."""
 
@@ -74,6 +84,11 @@ class Mixed(Scheme):
                         f"mixed: target {brief(target)} is in groups of {seen[target].name} and of "
                         f"{group.scheme.name}; needs one group for each target"
                     )
+        if (size := sum(expression.size for _, expression in self._expressions)) > MOST_POSITIONS:
+            raise ValueError(
+                f"mixed: the regular expressions of the targets have {size} characters together; at most "
+                f"{MOST_POSITIONS} are matched: name the modules"
+            )
 
     @property
     def schemes(self) -> tuple[Scheme, ...]:
@@ -105,18 +120,40 @@ class Mixed(Scheme):
         return {target: group.scheme for group in self.groups for target in group.targets}
 
     @functools.cached_property
-    def _expressions(self) -> list[tuple[re.Pattern[str], Scheme]]:
-        found = sorted(target for target in self._targets if target.startswith("re:"))
-        return [(re.compile(target.removeprefix("re:")), self._targets[target]) for target in found]
+    def _parsed(self) -> dict[str, Expression]:
+        return {target: Expression(target.removeprefix("re:")) for target in self._targets if target.startswith("re:")}
+
+    @functools.cached_property
+    def _beginnings(self) -> dict[str, str]:
+        """The targets that are expressions of plain text, by that text; those of experts are, and there are many."""
+        return {e.literal: target for target, e in self._parsed.items() if e.literal is not None}
+
+    @functools.cached_property
+    def _lengths(self) -> list[int]:
+        return sorted({len(beginning) for beginning in self._beginnings})
+
+    @functools.cached_property
+    def _expressions(self) -> list[tuple[str, Expression]]:
+        """The other expressions, in their order."""
+        return sorted((target, e) for target, e in self._parsed.items() if e.literal is None)
+
+    @functools.cached_property
+    def _classes(self) -> list[str]:
+        return sorted(target for target in self._targets if target in CLASSES)
 
     def of_module(self, module: str) -> Scheme | None:
         """See `Scheme`."""
         if module in self._targets:
             return self._targets[module]
-        for pattern, scheme in self._expressions:
-            if pattern.match(module):
-                return scheme
-        return next((s for target, s in sorted(self._targets.items(), key=_first) if _of_class(module, target)), None)
+        targets = [self._beginnings.get(module[:length]) for length in self._lengths if length <= len(module)]
+        first = min((target for target in targets if target is not None), default=None)
+        for target, expression in self._expressions:
+            if first is not None and first < target:
+                break
+            if expression.matches(module):
+                return self._targets[target]
+        first = first or next((target for target in self._classes if CLASSES[target](module)), None)
+        return None if first is None else self._targets[first]
 
     def why_no_scheme(self, module: str) -> str:
         """See `Scheme`."""
@@ -233,14 +270,6 @@ def check_target(target: object) -> None:
         )
     if target.startswith("re:"):
         try:
-            re.compile(target.removeprefix("re:"))
-        except (re.error, OverflowError, RecursionError) as error:
+            Expression(target.removeprefix("re:"))
+        except ValueError as error:
             raise ValueError(f"target {brief(target)} is not a valid regular expression: {error}") from None
-
-
-def _first(item: tuple[str, Scheme]) -> str:
-    return item[0]
-
-
-def _of_class(module: str, target: str) -> bool:
-    return target in CLASSES and CLASSES[target](module)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -69,10 +68,13 @@ def detect(tensors: Mapping[str, Any]) -> Scheme | None:
             return by_name("mxfp4")
         case None, "uint8", "float8_e4m3fn" if "weight_scale_2" in specs:
             return by_name("modelopt_nvfp4")
+        case None, "float8_e4m3fn", "float32" | "bfloat16" | "float8_e8m0fnu" as dtype if _tiles(
+            specs["weight"][1], specs[scale][1]
+        ):
+            name = "fp8_block" if scale == "weight_scale" else "deepseek_fp8"
+            return by_name(name, scale_dtype=dtype, power_of_two=dtype == "float8_e8m0fnu")
         case None, "float8_e4m3fn", "uint8" | "float8_e8m0fnu":
             return by_name("mxfp8" if scale == "weight_scale" else "miles_mxfp8")
-        case None, "float8_e4m3fn", "float32" | "bfloat16" as dtype if _tiles(specs["weight"][1], specs[scale][1]):
-            return by_name("fp8_block" if scale == "weight_scale" else "deepseek_fp8", scale_dtype=dtype)
         case None, "int8" | "float8_e4m3fn" as codes, "float32" | "bfloat16" | "float16" if scale == "weight_scale":
             return _of_rows_or_tensor(codes, specs)
     return _words_along_columns(specs) if {"qweight", "qzeros", "scales"} <= set(specs) else None
@@ -289,7 +291,7 @@ _MODELOPT = {"NVFP4": "modelopt_nvfp4", "FP8": "modelopt_fp8"}
 def _of_layer(name: str) -> tuple[str, ...]:
     """Targets for a key of ModelOpt's "quantized_layers": a module, with all modules in it, or with wildcards."""
     if "*" in name or "?" in name:
-        return (f"re:{fnmatch.translate(name)}",)
+        return ("re:" + re.escape(name).replace(r"\*", ".*").replace(r"\?", ".") + r"\Z",)
     return (name, rf"re:{re.escape(name)}\.")
 
 

@@ -20,11 +20,12 @@ from typing import Any
 import numpy as np
 
 from jaxlowprec.arguments import float_dtype_or_none
+from jaxlowprec.checkpoints.files.dtypes import same_bytes
 from jaxlowprec.checkpoints.files.strict_json import repeated
 from jaxlowprec.checkpoints.schemes.base import Scheme, require_scheme
 from jaxlowprec.checkpoints.trees.groups import Group, groups
 from jaxlowprec.checkpoints.trees.leaf_tensors import LeafTensors, Placed
-from jaxlowprec.checkpoints.trees.reading import Reading, same
+from jaxlowprec.checkpoints.trees.reading import Reading
 from jaxlowprec.checkpoints.trees.rule import EXPERT, Rule
 from jaxlowprec.checkpoints.trees.tree_paths import leaves, rebuilt
 
@@ -61,9 +62,16 @@ class TreeMapping:
         return {path: ", ".join(group.names) for group in found for path in group.paths}
 
     def float_modules(self, tree: Any) -> list[str]:
-        """The names of modules whose kernels are not quantised."""
+        """The names of modules whose kernels are not quantised, with those that have no tensor but that of another."""
         stored = self._stored(self._groups("float_modules", tree), None, None)
-        return [tensors.module for tensors in stored if tensors.is_kernel and not tensors.is_quantized]
+        named = [tensors.module for tensors in stored if tensors.is_kernel and not tensors.is_quantized]
+        return named + self.tied_modules
+
+    @property
+    def tied_modules(self) -> list[str]:
+        """The names of modules whose weights are tied to other tensors."""
+        tied = [rule for rule in self.rules if rule.tied_to is not None and rule.is_kernel]
+        return [name.rpartition(".")[0] for rule in tied for name in rule.names]
 
     def to_tensors(self, tree: Any, scheme: Scheme | None = None, dtype: Any = None) -> dict[str, np.ndarray]:
         """A tree's leaves as the tensors of a checkpoint.
@@ -160,7 +168,7 @@ def _require_tied(found: list[Group], stored: list[LeafTensors]) -> None:
         remedy = "use a mapping without tied_to (tie_word_embeddings is false), which stores both"
         if other not in made or made[other].is_quantized or hasattr(group.leaves[0], "dequantize"):
             raise ValueError(f"to_tensors: {group.path} is tied to {other}; needs a float leaf for each; {remedy}")
-        if not same(Placed(group, group.places()[0]).array(False, None), made[other].on_host()):
+        if not same_bytes(Placed(group, group.places()[0]).array(False, None), made[other].on_host()):
             raise ValueError(f"to_tensors: {group.path} differs from {made[other].path}, to which it is tied; {remedy}")
 
 

@@ -12,6 +12,7 @@ import numpy as np
 
 from jaxlowprec.arguments import as_array
 from jaxlowprec.arrays.quantized_array import QuantizedArray
+from jaxlowprec.checkpoints.files.dtypes import same_bytes
 from jaxlowprec.checkpoints.schemes.base import FLOATS, Scheme, as_dtype
 from jaxlowprec.checkpoints.trees.expert_arrays import columns_split, holds_expert_arrays
 from jaxlowprec.checkpoints.trees.groups import Group, Place, unmerged
@@ -74,7 +75,7 @@ class Reading:
         """Takes note of a tensor that equals another, and needs no leaf. Raises ValueError if it differs."""
         if name in self.tensors and other in self.tensors:
             self.used.add(name)
-            if not same(self.tensors[name], self.tensors[other]):
+            if not same_bytes(self.tensors[name], self.tensors[other]):
                 raise ValueError(
                     f"from_tensors: {name} differs from {other}, to which the mapping ties it; use a mapping without "
                     "tied_to (tie_word_embeddings is false), and a tree with a leaf for it"
@@ -133,14 +134,6 @@ class Reading:
         stored = scheme.as_stored({part: tensor.dtype.name for part, tensor in suffixed.items()})
         q = about(path, functools.partial(stored.load, suffixed, group.leaves[0].dtype))
         return q.mT if arrays else q
-
-
-def same(one: np.ndarray, other: np.ndarray) -> bool:
-    """Whether two arrays have the same dtype, shape and bytes."""
-    if (one.dtype, one.shape) != (other.dtype, other.shape):
-        return False
-    bits = f"u{one.dtype.itemsize}"
-    return bool(np.array_equal(np.ascontiguousarray(one).view(bits), np.ascontiguousarray(other).view(bits)))
 
 
 def _require_one_kind(group: Group, arrays: Sequence[Any]) -> None:

@@ -124,11 +124,11 @@ class DecoderConfig:
             ValueError: there is no config.json, it is not a JSON object, or see `of`.
         """
         file = pathlib.Path(folder) / CONFIG
+        if not file.is_file():  # reading a pipe would wait for its writer
+            raise ValueError(f"{folder}: has no {CONFIG}; needs a Hugging Face model folder")
         try:
             content = json.loads(file.read_text())
-        except (FileNotFoundError, NotADirectoryError):
-            raise ValueError(f"{folder}: has no {CONFIG}; needs a Hugging Face model folder") from None
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise ValueError(f"{file}: {error}; needs a JSON object") from None
         return cls.of(content, str(file))
 
@@ -141,10 +141,13 @@ class DecoderConfig:
         """
         if not isinstance(content, Mapping):
             raise ValueError(f"{where}: holds {type(content).__name__}; needs a JSON object")
-        said, family = Said(content, where), str(content.get("model_type"))
-        if family not in _READERS:
+        said, family = Said(content, where), content.get("model_type")
+        if not isinstance(family, str) or family not in _READERS:
             said.refuse("model_type", f"one of {', '.join(FAMILIES)}; other families need layers of their own")
-        return cls(family=family, **_READERS[family](said))
+        try:
+            return cls(family=family, **_READERS[family](said))
+        except (TypeError, ArithmeticError, LookupError, AttributeError):
+            said.refuse(said.last, "a value of the kind and size that models of this family have")
 
     def rope_of(self, layer: int) -> Rope:
         """The rotary embedding of a layer."""

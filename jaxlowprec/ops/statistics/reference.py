@@ -69,6 +69,8 @@ def sums(
         unit: [...], a power of two that brings the largest magnitude near 1.
         data, scale, amax: codes of the rows with their scales.
     """
+    if not x.size:
+        return jnp.zeros((*x.shape[:-2], LENGTH), jnp.float32)
     columns = x.shape[-1]
 
     def decoded(codes: jax.Array) -> jax.Array:

@@ -70,13 +70,11 @@ def page(
         "findings": _offenders(found),
         "style": (_HERE / "page.css").read_text(),
         "vega": vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;"),
-        "data": json.dumps(content, separators=(",", ":"), allow_nan=False).replace("</", "<\\/"),
+        "data": json.dumps(content, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c"),
         "script": (_HERE / "page.js").read_text(),
     }
-    text = (_HERE / "page.html").read_text()
-    for name, part in parts.items():
-        text = text.replace(f"<!--{name}-->", part)
-    return text
+    template = (_HERE / "page.html").read_text()
+    return re.sub(r"<!--(\w+)-->", lambda found: parts[found[1]], template)  # once: parts may look like the template's
 
 
 def _names(runs: Sequence[Run]) -> list[str]:
@@ -120,8 +118,9 @@ def _of_tensor(run: Run, layer: str, tensor: str) -> dict[str, list[float | None
 
 
 def _natural(name: str) -> list[tuple[int, str]]:
-    """Sorts names so that blocks/2 comes before blocks/10."""
-    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name)]
+    """Sorts names so that blocks/2 comes before blocks/10. Python's int() takes only some thousands of digits."""
+    parts = re.split(r"(\d+)", name)
+    return [(len(part.lstrip("0")), part.lstrip("0")) if part.isdecimal() else (-1, part) for part in parts]
 
 
 def _numbers(values: Any) -> list[float | None]:

@@ -104,7 +104,7 @@ class HttpEngine:
             raise PeerTimeout(f"{self._where}{path}: no answer within {timeout:g} s") from None
         except http.client.IncompleteRead:
             raise self._incomplete(path, "its last chunk is missing") from None
-        except (OSError, http.client.HTTPException) as error:
+        except (OSError, http.client.HTTPException, ValueError, OverflowError) as error:  # numbers that are none
             fault = escaped(str(error)[:_MAX_REASON].strip()) or type(error).__name__
             raise PeerLost(f"{self._where}{path}: {fault}; is the engine up?") from None
         finally:

@@ -122,7 +122,7 @@ def numbers(version: str) -> tuple[int, ...]:
     >>> numbers("0.5.10.post1")
     (0, 5, 10)
     """
-    found = re.match(r"(\d+)\.(\d+)\.(\d+)", version)
+    found = re.match(r"([0-9]{1,9})\.([0-9]{1,9})\.([0-9]{1,9})(?![0-9])", version)
     return () if found is None else tuple(map(int, found.groups()))
 
 

@@ -23,6 +23,7 @@ from jaxlowprec.weight_sync.receiving.staging import Staging
 from jaxlowprec.weight_sync.versions import newer, said_version
 
 OLDEST = (0, 5, 21)
+_MOST_RANKS = 1024  # of one engine: a payload's text is sent for each
 """The oldest SGLang that opens and ends a weight update, in which it undoes and repeats its repacking."""
 
 Way = Literal["shared", "copied"]
@@ -270,8 +271,11 @@ def _ranks(info: dict[str, Any]) -> int:
             "use SGLang, which needs a shared disk"
         )
     ranks, replicas = info.get("tp_size"), info.get("dp_size")
-    if type(ranks) is not int or ranks < 1:
-        raise Refused(f"pause: /server_info says tp_size {brief(ranks)}; needs the number of tensor-parallel ranks")
+    if type(ranks) is not int or not 1 <= ranks <= _MOST_RANKS:
+        raise Refused(
+            f"pause: /server_info says tp_size {brief(ranks)}; needs the number of tensor-parallel ranks, at most "
+            f"{_MOST_RANKS}"
+        )
     if replicas != 1:
         raise Refused(
             f"pause: the server has dp_size {brief(replicas)}; SGLang updates one data-parallel replica from tensors: "

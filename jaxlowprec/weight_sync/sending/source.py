@@ -157,6 +157,7 @@ class WeightSource:
         self._scheme = scheme if quantised else None
         kernels = [member for member in stored if member.is_kernel and not member.is_quantized]
         self._ignore = [kernel.module for kernel in kernels if kernel.path not in compressed]
+        self._ignore += [] if mapping is None else mapping.tied_modules
         self.manifest = Manifest(
             tuple(entry for bundle in self.bundles for entry in bundle.entries),
             None if self._scheme is None else described(self._scheme),
@@ -165,7 +166,7 @@ class WeightSource:
     def quantization_config(self) -> dict[str, Any] | None:
         """The entry of config.json for what is sent, as `checkpoints.save` writes it; None: nothing is quantised.
 
-        It ignores every kernel that is not quantised, by name.
+        It ignores every kernel that is not quantised, by name, a tied head included.
         """
         return None if self._scheme is None else self._scheme.quantization_config(self._ignore)
 

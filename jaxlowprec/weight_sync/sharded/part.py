@@ -25,7 +25,7 @@ Box = tuple[tuple[int, int], ...]
 """The begin and end of a shard along each axis of its array."""
 
 _FIELDS = {"process", "processes", "manifest"}
-_SHARD = re.compile(r"(?s)(.+)\[((?:[0-9]{1,15}:[0-9]{1,15},?)*)\]")
+_SHARD = re.compile(r"(?s)(.+)\[((?:[0-9]{1,15}:[0-9]{1,15}(?:,[0-9]{1,15}:[0-9]{1,15})*)?)\]")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import socket
 
+from jaxlowprec.arguments import whole_number
 from jaxlowprec.weight_sync.errors import PeerLost, PeerTimeout
 from jaxlowprec.weight_sync.receiving.receiver import Receiver
 from jaxlowprec.weight_sync.transports.handshake import TIMEOUT, check_secret, introduce
@@ -17,6 +18,8 @@ from jaxlowprec.weight_sync.transports.remote import RemoteTransport
 from jaxlowprec.weight_sync.transports.sockets import Deadline, check_timeout, close, no_connection
 from jaxlowprec.weight_sync.transports.stream import Channel
 from jaxlowprec.weight_sync.transports.tls import ClientTls, Path, ServerTls
+
+_MOST_PORT = 65535
 
 
 class TcpReceiver(Listening):
@@ -79,6 +82,7 @@ class TcpReceiver(Listening):
         check_timeout("TcpReceiver", handshake_timeout)
         _check_encrypt("TcpReceiver", encrypt, certificate=certificate, key=key)
         tls = ServerTls(certificate, key) if encrypt else None
+        port = whole_number("TcpReceiver", "port", port, 0, _MOST_PORT)
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         listener = socket.create_server((host, port), family=family, backlog=4 * MOST_STRANGERS)
         self.address: tuple[str, int] = listener.getsockname()[:2]
@@ -115,6 +119,7 @@ class TcpTransport(RemoteTransport):
         encrypt: bool = False,
         authority: Path | None = None,
     ):
+        port = whole_number("TcpTransport", "port", port, 0, _MOST_PORT)
         self._address, self._secret = (host, port), check_secret(secret)
         self._connecting = check_timeout("TcpTransport", timeout)
         _check_encrypt("TcpTransport", encrypt, authority=authority)

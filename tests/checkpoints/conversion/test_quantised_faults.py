@@ -1,14 +1,15 @@
 """Quantised checkpoints whose tensors are not what their config says give errors, never wrong weights."""
 
+import ml_dtypes
 import numpy as np
 import pytest
 
-from jaxlowprec.checkpoints.conversion.convert import dequantize
+from jaxlowprec.checkpoints.conversion.convert import convert, dequantize
 from jaxlowprec.checkpoints.conversion.inspect import inspect
 from jaxlowprec.checkpoints.errors import CheckpointError
 from jaxlowprec.checkpoints.files.config import with_quantization
 from tests.checkpoints.conversion.test_convert import SCHEMES
-from tests.checkpoints.small_models import CONFIG, write_checkpoint
+from tests.checkpoints.small_models import CONFIG, read_tensors, write_checkpoint
 from tests.checkpoints.weights import weight
 
 MODULE = "model.layers.0.mlp.down_proj"
@@ -83,11 +84,56 @@ def test_missing_tensors(stored, tmp_path):
     for suffix in scheme.required:
         if suffix != "weight" and len(tensors) > 1:
             rest = {s: a for s, a in tensors.items() if s != suffix}
-            only_weight = set(rest) == {"weight"}  # which may be in high precision: then no module is quantised
-            refused = "no tensor is in that format" if only_weight else f"also needs.*{suffix}"
+            only_weight = set(rest) == {"weight"}  # which inspect may list: its dtype says what it is
+            refused = f"module '{MODULE}' has weight.*and {suffix}" if only_weight else f"also needs.*{suffix}"
             path = write(tmp_path / suffix / "low", scheme, rest)
             with pytest.raises(CheckpointError, match=refused):
                 dequantize(path, path.parent / "high")
+
+
+NAMES = ("scale", "weight_scales", "weight.scale", "scale_inv", "scb", "absmax", "weight_packed_", "w")
+"""Names that no scheme gives to a module's tensors."""
+
+
+@pytest.mark.parametrize("joint", ["model.layers.1.mlp.down_proj.", "model.layers.1.mlp.experts.gate_up_proj", "up"])
+def test_codes_never_pass_for_weights(stored, tmp_path, joint):
+    """Beside a whole module, one whose tensors are called otherwise, all or some."""
+    scheme, tensors = stored
+    whole = {f"{MODULE}.{suffix}": array for suffix, array in tensors.items()}
+    config = with_quantization(CONFIG, scheme.quantization_config([]))
+    for n, suffix in enumerate(scheme.required):
+        others = {part: name for part, name in zip(tensors, NAMES, strict=False) if part != suffix and n % 2}
+        renamed = {**{part: part for part in tensors}, **others, suffix: NAMES[n + 1]}
+        held = {f"{joint}{renamed[part]}".removesuffix("weight"): array for part, array in tensors.items()}
+        path = write_checkpoint(tmp_path / str(n) / "low", {**whole, **held}, shards=1, config=config)
+        with pytest.raises(CheckpointError, match=r"module '.*' (has|holds)|without a name"):
+            dequantize(path, path.parent / "high")
+        assert not (path.parent / "high").exists()
+
+
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu", "int8", "uint8"])
+def test_no_tensor_of_eight_bits_is_left(stored, tmp_path, dtype):
+    scheme, tensors = stored
+    named = {f"{MODULE}.{suffix}": array for suffix, array in tensors.items()}
+    config = with_quantization(CONFIG, scheme.quantization_config([]))
+    codes = np.ones((2, 8, 8), np.uint8).view(getattr(ml_dtypes, dtype, dtype))
+    for n, name in enumerate(("layers.1.experts.gate_up_proj", "layers.1.up.weight", "layers.1.scale", "layers.1.x")):
+        path = write_checkpoint(tmp_path / str(n) / "low", {**named, name: codes}, shards=1, config=config)
+        refused = rf"module 'layers\.1.*' has .*\[2, 8, 8\].* in {scheme.name} consists"
+        with pytest.raises(CheckpointError, match=refused):
+            dequantize(path, path.parent / "high")
+        plain = {name: codes, "a.weight": weight((64, 128))}
+        with pytest.raises(CheckpointError, match="is quantised already: it holds"):
+            convert(write_checkpoint(path.parent / "plain", plain, shards=1), path.parent / "twice", scheme)
+
+
+def test_masks_are_no_codes(stored, tmp_path):
+    scheme, tensors = stored
+    masks = {"h.0.attn.bias": np.ones((1, 1, 8, 8), np.uint8), "h.0.attn.mask": np.ones((8, 8), np.bool_)}
+    named = {f"{MODULE}.{suffix}": array for suffix, array in tensors.items()}
+    config = with_quantization(CONFIG, scheme.quantization_config([]))
+    dequantize(write_checkpoint(tmp_path / "low", {**named, **masks}, shards=1, config=config), tmp_path / "high")
+    assert set(read_tensors(tmp_path / "high")) == {f"{MODULE}.weight", *masks}
 
 
 @pytest.mark.parametrize("shape", [(0, 0), (64, 129), (128, 64), (1 << 40, 1 << 40), (-64, -128), (-1, 128)])

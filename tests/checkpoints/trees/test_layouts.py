@@ -183,6 +183,13 @@ class TestTies:
         tensors = round_trip(self.RULES, {"embed": embedding, "head.kernel": embedding.T})
         assert list(tensors) == ["embed.weight"]
 
+    def test_a_tied_head_is_among_what_a_config_leaves_alone(self):
+        tree = {"embed": numbers(V, D), "up": {"kernel": numbers(32, 32)}}
+        mapping = TreeMapping((*self.RULES, Rule("up.kernel", "up.weight")))
+        assert mapping.float_modules(nested(tree)) == ["up", "head"]
+        source = WeightSource(tree, mapping, schemes.by_name("w4a16", group_size=32), quantize=Rules())
+        assert source.quantization_config()["ignore"] == ["head"]
+
     def test_a_head_that_is_another_matrix(self):
         tree = nested({"embed": numbers(V, D), "head.kernel": numbers(D, V, seed=1)})
         with pytest.raises(

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 
 import numpy as np
 import pytest
@@ -213,3 +214,64 @@ def test_the_scale_of_deepseeks_scores():
     """YaRN's factor for the longer context is squared: equation 22 of arXiv 2309.00071, times mscale_all_dim."""
     found = DecoderConfig.of(PUBLISHED["deepseek-ai/DeepSeek-V3"])
     assert found.rope.attention_factor == 1 and abs(found.score_scale - 192**-0.5 * 1.3688879454**2) < 1e-9
+
+
+ODD = (
+    "x",
+    "",
+    [],
+    [1],
+    {},
+    {"a": 1},
+    True,
+    -1,
+    0,
+    0.5,
+    2**31,
+    2**63,
+    10**400,
+    1e400,
+    float("nan"),
+    [[]],
+    [{}],
+    10**5000,
+)
+"""Values that no config of a model has for most of its keys."""
+
+
+@pytest.mark.parametrize("name", tiny.FAMILIES)
+def test_a_value_of_any_kind_is_read_or_refused_in_a_sentence(name):
+    """Quickly, too: no size is believed before it is compared with one."""
+    config = tiny.config(name)
+    nested = [(key, inner) for key, value in config.items() if isinstance(value, dict) for inner in value]
+    cases = [{key: value} for key in config for value in ODD]
+    cases += [{key: {**config[key], inner: value}} for key, inner in nested for value in ODD]
+    for case in cases:
+        try:
+            DecoderConfig.of(config | case, "m/config.json")
+        except ValueError as error:
+            assert str(error).startswith("m/config.json: ") and len(str(error)) < 1000, case
+
+
+@pytest.mark.parametrize(
+    ("family", "changed"),
+    [
+        ("llama2", {"num_hidden_layers": 16384}),
+        ("mixtral", {"num_local_experts": 2**31 - 1}),
+        ("gpt_oss", {"num_local_experts": 2**31 - 1}),
+    ],
+)
+def test_a_count_that_the_folder_does_not_hold_is_refused_before_anything_is_made(tmp_path, family, changed):
+    tiny.folder(tmp_path / "m", family)
+    said = json.loads((tmp_path / "m" / "config.json").read_text())
+    (tmp_path / "m" / "config.json").write_text(json.dumps(said | changed))
+    with pytest.raises(
+        ValueError, match=r"config.json says \d+ (layers|experts in all layers); the folder has \d+ tensors"
+    ):
+        folders.load(tmp_path / "m")
+
+
+def test_a_pipe_in_place_of_a_config_is_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "config.json")
+    with pytest.raises(ValueError, match="has no config.json"):
+        DecoderConfig.of_folder(tmp_path)

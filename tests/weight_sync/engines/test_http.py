@@ -185,6 +185,26 @@ def test_an_engine_that_is_down_is_an_error_that_says_where(tmp_path):
         SGLang(f"http://127.0.0.1:{port}", tmp_path).version(60)
 
 
+@pytest.mark.parametrize(
+    "answer",
+    [b"Transfer-Encoding: chunked\r\n\r\n-5\r\nabc", b"Transfer-Encoding: chunked\r\n\r\n" + b"f" * 40 + b"\r\nabc"],
+)
+def test_a_chunk_of_an_impossible_size_is_an_error_of_the_peer(answer):
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve():
+            connection, _ = listener.accept()
+            with connection:
+                connection.recv(1 << 16)
+                connection.sendall(b"HTTP/1.1 200 OK\r\n" + answer)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        with pytest.raises((PeerLost, PeerTimeout)):
+            HttpEngine(f"http://127.0.0.1:{listener.getsockname()[1]}").call("GET", "/x", timeout=5)
+        thread.join()
+
+
 def test_an_endless_answer_is_not_read_to_its_end():
     with socket.create_server(("127.0.0.1", 0)) as server:
 

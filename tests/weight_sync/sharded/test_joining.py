@@ -1,5 +1,7 @@
 """Parts of two processes, made in one: when they are served, and what is refused."""
 
+import time
+
 import jax
 import numpy as np
 import pytest
@@ -18,7 +20,7 @@ from jaxlowprec.weight_sync import (
     push,
 )
 from jaxlowprec.weight_sync import push_shards as push_all
-from jaxlowprec.weight_sync.sharded.part import NOTE, part_of, shard_name
+from jaxlowprec.weight_sync.sharded.part import NOTE, part_of, read_shard_name, shard_name
 from tests.weight_sync.syncing import Engine
 
 SHAPE = (8, 4)
@@ -193,3 +195,13 @@ def test_nobody_to_send_to():
     joined.receiver.pause(0.0)
     with pytest.raises(SyncError, match="no receiver got version 1: a: .*pause"):
         push_all(tree(1), FanOut({"a": InProcess(joined.parts[0])}))
+
+
+@pytest.mark.parametrize("begin", ["a[", "a[1:", "[" * 1000, ""])
+@pytest.mark.parametrize("group", ["111111111111:", "1:1,", "1:1", "1,", "[1:1"])
+def test_no_name_of_a_shard_takes_long_to_read(begin, group):
+    """Whoever sends a part chooses the names, and an engine that reads them stands still."""
+    began = time.process_time()
+    with pytest.raises(ValueError, match="is no name of a shard"):
+        read_shard_name(begin + group * 20_000 + "1x")
+    assert time.process_time() - began < 5

@@ -30,8 +30,9 @@ class Float8Tiles(Scheme):
 
     Arguments:
         power_of_two: round scales to powers of two.
-        scale_dtype: "float32", which vLLM and SGLang use, or "bfloat16", to read what compressed-tensors writes for a
-            bfloat16 weight. `compress` does not round scales to it; `store` accepts scales that are bfloat16 numbers.
+        scale_dtype: "float32", which vLLM and SGLang use; "bfloat16", to read what compressed-tensors writes for a
+            bfloat16 weight; or "float8_e8m0fnu", which DeepSeek-V4's files have. `compress` does not round scales to
+            it; `store` accepts scales that are such numbers, for the last one powers of two.
     """
 
     power_of_two: bool = False
@@ -41,7 +42,7 @@ class Float8Tiles(Scheme):
     required: ClassVar[tuple[str, ...]] = ("weight", "weight_scale")
     family: ClassVar[str | None] = "compressed-tensors"
     scales: ClassVar[str] = "weight_scale"
-    scale_dtypes: ClassVar[tuple[str, ...]] = ("float32", "bfloat16")
+    scale_dtypes: ClassVar[tuple[str, ...]] = ("float32", "bfloat16", "float8_e8m0fnu")
 
     def __post_init__(self):
         if self.scale_dtype not in self.scale_dtypes:
@@ -93,7 +94,8 @@ class Float8Tiles(Scheme):
 class DeepSeekFloat8(Float8Tiles):
     """DeepSeek's files. Despite its name, `weight_scale_inv` is what a code is multiplied by.
 
-    With `power_of_two` the configuration says `"scale_fmt": "ue8m0"`; scales are float32 nevertheless.
+    With `power_of_two` the configuration says `"scale_fmt": "ue8m0"`; scales are float32 nevertheless, unless
+    `scale_dtype` says that they are stored in one byte, as DeepSeek-V4's are.
     """
 
     name: ClassVar[str] = "deepseek_fp8"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from jaxlowprec.models.decoder.configs.said import Said
+from jaxlowprec.models.decoder.configs.said import MOST_LAYERS, Said
 
 SILU = ("silu", "swish")
 KINDS = {"full_attention", "sliding_attention"}
@@ -19,7 +19,8 @@ def sizes_of(said: Said, *, head: int | None = None, epsilon: float = 1e-6, long
         epsilon: the family's epsilon of norms, if the file has none.
         longest: the number of places that the family was made for, if the file has none.
     """
-    width, heads, layers = (said.size(k) for k in ("hidden_size", "num_attention_heads", "num_hidden_layers"))
+    width, heads = said.size("hidden_size"), said.size("num_attention_heads")
+    layers = said.size("num_hidden_layers", most=MOST_LAYERS)
     key_heads = said.size("num_key_value_heads", heads)
     head = said.size("head_dim", head or width // heads)
     if heads % key_heads:

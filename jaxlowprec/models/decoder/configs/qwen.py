@@ -52,5 +52,5 @@ def _windows(said: Said, layers: int) -> tuple[int | None, ...]:
     window = window_of(said) if said.flag("use_sliding_window") else None
     if window is None:
         return (None,) * layers
-    full = said.size("max_window_layers", 28, least=0)
+    full = min(said.size("max_window_layers", 28, least=0), layers)
     return windows_of(said, layers, window, ["full_attention"] * full + ["sliding_attention"] * (layers - full))

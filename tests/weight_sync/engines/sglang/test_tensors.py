@@ -183,7 +183,14 @@ def test_data_parallel_replicas_are_refused(transport, stub):
     stub.server["dp_size"] = 2
     with pytest.raises(Refused, match="dp_size 2; SGLang updates one data-parallel replica"):
         transport.pause(60)
-    stub.server |= {"dp_size": 1, "tp_size": None}
+    for ranks in (10**8, 0, -1, True):
+        stub.server |= {"dp_size": 1, "tp_size": ranks}
+        with pytest.raises(Refused, match=rf"tp_size {ranks}; needs the number of tensor-parallel ranks, at most 1024"):
+            transport.pause(60)
+    stub.server |= {"version": "0.5." + "9" * 5000, "tp_size": 1}
+    with pytest.raises(Refused, match="the server is SGLang '0.5.999"):
+        transport.pause(60)
+    stub.server |= {"version": "0.5.23", "dp_size": 1, "tp_size": None}
     with pytest.raises(Refused, match="tp_size None"):
         transport.pause(60)
 
