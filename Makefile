@@ -78,7 +78,7 @@ gpu-check:
 
 .venv/installed: $(NATIVE)
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	@echo "installing JAX and compiling the kernels: about 90 seconds on two cores"
+	@echo "installing JAX and compiling the kernels: two to three minutes on two cores"
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[test]'
 	touch $@
 

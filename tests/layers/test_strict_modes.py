@@ -52,10 +52,10 @@ def vjp_of_linear(recipe):
 
 @functools.cache
 def without_a_mode(name):
-    return jax.jit(lambda: vjp_of_linear(RECIPES[name]))()
+    """Eager, as those within a mode are: in one program XLA would sum products in high precision in another order."""
+    return vjp_of_linear(RECIPES[name])
 
 
-@pytest.mark.sampled(5)
 @pytest.mark.sampled(7)
 @by_mode_and_recipe(
     *(("disable_jit", name) for name in ("nvfp4", "int4_qat clipped", "nvfp4_qat")),
