@@ -1,11 +1,15 @@
 """The routers of published models, small: their configs, and NumPy's answer token by token."""
 
+import jax
 import numpy as np
 
 import jaxlowprec as jlp
 
 EXPERTS, TOKENS = 32, 48
 Config = jlp.moe.RouterConfig
+
+# A program for each kind of call: op by op it compiles a hundred.
+route = jax.jit(jlp.moe.route, static_argnames=("k", "routing", "sequence_length"))
 
 # name: config, k. The documentation's table has the same arguments with the sizes of the models.
 MODELS = {

@@ -7,14 +7,11 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jaxlowprec as jlp
-from tests.moe.published import EXPERTS, Config, best, bias_for, logits, scores_of
+from tests.moe.published import EXPERTS, Config, best, bias_for, logits, route, scores_of
 from tests.sharding.meshes import mesh_of
 
 update = jlp.moe.update_selection_bias
 RATE = np.float32(2**-7)
-route = jax.jit(
-    jlp.moe.route, static_argnames=("k", "routing", "sequence_length")
-)  # op by op it compiles a hundred programs
 
 
 class TestSelectionBias:

@@ -1,6 +1,5 @@
 """Routers as DeepSeek, GLM, Kimi, Qwen and others have them: by hand, and as transformers computes them."""
 
-import functools
 import importlib
 import types
 
@@ -12,15 +11,10 @@ from jax.sharding import PartitionSpec as P
 
 import jaxlowprec as jlp
 from tests.helpers import assert_same_bytes, often
-from tests.moe.published import EXPERTS, MODELS, Config, bias_for, chosen_by_hand, logits
+from tests.moe.published import EXPERTS, MODELS, Config, bias_for, chosen_by_hand, logits, route
 from tests.sharding.meshes import mesh_of
 
 each_model = pytest.mark.parametrize("model", often(["DeepSeek-V3", "DeepSeek-V2", "DeepSeek-V4", "gpt-oss"], MODELS))
-
-
-@functools.partial(jax.jit, static_argnums=(1, 2))  # eagerly, each of dozens of operations is a program
-def routed(x, k, config, bias=None, tape=None):
-    return jlp.moe.route(x, k, config, bias=bias, tape=tape)
 
 
 class TestByHand:
@@ -28,7 +22,7 @@ class TestByHand:
     def test_experts_and_weights(self, model):
         config, k = MODELS[model]
         x, bias = logits(), bias_for(config)
-        routing = routed(x, k, config, bias)
+        routing = route(x, k, config, bias=bias)
         experts, weights = chosen_by_hand(x, k, config, bias)
         np.testing.assert_array_equal(routing.experts, experts)
         np.testing.assert_allclose(routing.weights, weights, rtol=3e-6)
@@ -38,9 +32,9 @@ class TestByHand:
     def test_a_replayed_choice_ignores_bias_and_groups(self, model):
         config, k = MODELS[model]
         x, bias = logits(), bias_for(config)
-        fresh = routed(x, k, config, bias)
+        fresh = route(x, k, config, bias=bias)
         other_bias = None if bias is None else -bias
-        replayed = routed(x, k, config, other_bias, fresh.experts)
+        replayed = route(x, k, config, bias=other_bias, tape=fresh.experts)
         assert_same_bytes((replayed.experts, replayed.weights), (fresh.experts, fresh.weights))
 
     @pytest.mark.sampled(3)
@@ -50,7 +44,7 @@ class TestByHand:
         x, bias = logits(tokens=6), bias_for(config)
 
         def weighted(x, bias):
-            return jnp.sum(routed(x, k, config, bias).weights * jnp.cos(jnp.arange(k)))
+            return jnp.sum(route(x, k, config, bias=bias).weights * jnp.cos(jnp.arange(k)))
 
         gradient = jax.jit(jax.grad(weighted))(x, bias)
         direction = np.random.default_rng(3).normal(size=x.shape)
@@ -69,7 +63,7 @@ class TestByHand:
         halves = jnp.asarray(x).reshape(2, -1, EXPERTS)
 
         def call(x):
-            found = routed(x, k, config, bias)
+            found = route(x, k, config, bias=bias)
             return found.experts, found.weights
 
         alone = [jax.jit(call)(half) for half in halves]
@@ -84,7 +78,7 @@ class TestByHand:
 class TestHostile:
     def test_of_equal_scores_the_lower_group_and_expert_come_first(self):
         config = Config("sigmoid", groups=4, groups_per_token=2, selection_bias=True)
-        routing = routed(np.zeros((3, 8), np.float32), 3, config, np.zeros(8, np.float32))
+        routing = route(np.zeros((3, 8), np.float32), 3, config, bias=np.zeros(8, np.float32))
         np.testing.assert_array_equal(routing.experts, [[0, 1, 2]] * 3)
         np.testing.assert_allclose(routing.weights, np.full((3, 3), 1 / 3), rtol=1e-6)
 
@@ -93,10 +87,10 @@ class TestHostile:
     def test_nan_stays_in_its_token(self, scoring, group_score):
         config = Config(scoring, groups=4, groups_per_token=2, group_score=group_score, selection_bias=True)
         x, bias = logits(), bias_for(config)
-        whole = jax.device_get(routed(x, 4, config, bias))
+        whole = jax.device_get(route(x, 4, config, bias=bias))
         spoilt = x.copy()
         spoilt[5], spoilt[9, 3] = np.nan, np.nan
-        routing = jax.device_get(routed(spoilt, 4, config, bias))
+        routing = jax.device_get(route(spoilt, 4, config, bias=bias))
         assert np.all(np.isnan(routing.weights[5])) and np.any(np.isnan(routing.weights[9]))
         rest = np.setdiff1d(np.arange(len(x)), [5, 9])
         assert_same_bytes((routing.experts[rest], routing.weights[rest]), (whole.experts[rest], whole.weights[rest]))
@@ -112,7 +106,7 @@ class TestHostile:
             config = Config(scoring, normalize)
 
             def first(x, config=config):
-                routing = routed(x, 3, config)
+                routing = route(x, 3, config)
                 return jnp.sum(routing.weights[:, 0]) + routing.sequence_balance_loss
 
             value, gradient = jax.jit(jax.value_and_grad(first))(x)
@@ -121,7 +115,7 @@ class TestHostile:
     def test_every_expert_may_be_chosen(self):
         config = Config("sigmoid", groups=4, groups_per_token=4, selection_bias=True)
         x = logits()
-        routing = routed(x, EXPERTS, config, np.linspace(5, -5, EXPERTS, dtype=np.float32))
+        routing = route(x, EXPERTS, config, bias=np.linspace(5, -5, EXPERTS, dtype=np.float32))
         np.testing.assert_array_equal(np.sort(routing.experts), np.tile(np.arange(EXPERTS), (len(x), 1)))
         np.testing.assert_array_equal(routing.group_sizes, np.full(EXPERTS, len(x)))
 
@@ -129,7 +123,7 @@ class TestHostile:
         config = Config("sigmoid", normalize=False, selection_bias=True)
         x, bias = logits(), np.zeros(EXPERTS, np.float32)
         bias[[3, 7]] = -1e3, 1e3
-        routing = routed(x, 4, config, bias)
+        routing = route(x, 4, config, bias=bias)
         assert routing.group_sizes[3] == 0 and routing.group_sizes[7] == len(x)
         expected = 1 / (1 + np.exp(-np.take_along_axis(x, np.asarray(routing.experts), -1).astype(np.float64)))
         np.testing.assert_allclose(routing.weights, expected, rtol=1e-6)
@@ -137,10 +131,10 @@ class TestHostile:
     def test_softmax_of_chosen_survives_a_tape_of_unlikely_experts(self):
         x = np.asarray([[0.0, -200.0, -201.0, 5.0]], np.float32)
         tape = np.asarray([[1, 2]], np.int32)
-        weights = routed(x, 2, Config("softmax_of_chosen"), tape=tape).weights
+        weights = route(x, 2, Config("softmax_of_chosen"), tape=tape).weights
         np.testing.assert_allclose(weights, [[0.7310586, 0.2689414]], rtol=1e-6)
         likely = logits()
-        a, b = (routed(likely, 4, Config(scoring)).weights for scoring in ("softmax", "softmax_of_chosen"))
+        a, b = (route(likely, 4, Config(scoring)).weights for scoring in ("softmax", "softmax_of_chosen"))
         np.testing.assert_allclose(a, b, rtol=3e-6)
 
 
@@ -216,7 +210,7 @@ class TestTransformers:
         return dense
 
     def assert_agree(self, dense, x, k, config, bias=None):
-        routing = routed(x, k, config, bias)
+        routing = route(x, k, config, bias=bias)
         ours = np.zeros_like(dense)
         np.put_along_axis(ours, np.asarray(routing.experts), np.asarray(routing.weights), -1)
         np.testing.assert_array_equal(ours > 0, dense > 0)

@@ -1,7 +1,5 @@
 """The router: fresh choices are the top-k, a tape freezes the choice and nothing else, what is no choice is loud."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +7,7 @@ import pytest
 
 import jaxlowprec as jlp
 from tests.helpers import assert_same_bytes
+from tests.moe import published
 
 RouterConfig = jlp.moe.RouterConfig
 TOKENS, EXPERTS, K = 64, 8, 3
@@ -31,14 +30,8 @@ def tape_of(*rows):
     return tape
 
 
-def route(logits, k, config=None, *, tape=None):
-    """One program for each kind of call, where eager operations would be one each."""
-    return jax.device_get(_routed(logits, k, RouterConfig() if config is None else config, tape))
-
-
-@functools.partial(jax.jit, static_argnums=(1, 2))
-def _routed(logits, k, config, tape):
-    return jlp.moe.route(logits, k, config, tape=tape)
+def route(logits, k, *config, tape=None):
+    return jax.device_get(published.route(logits, k, *config, tape=tape))
 
 
 class TestFreshChoice:
