@@ -138,12 +138,11 @@ def written_whole(path: pathlib.Path) -> Iterator[NewFile]:
 def write_json(path: pathlib.Path, content: Any) -> None:
     """Writes a JSON file with `written_whole`. Raises CheckpointError for NaN, infinity and text that is not UTF-8."""
     try:
-        text = json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
-        text.encode()
+        data = (json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False) + "\n").encode()
     except ValueError as error:
         raise CheckpointError(f"{path}: would not be JSON in UTF-8: {error}") from None
     with written_whole(path) as file:
-        file.write(0, memoryview(text.encode()))
+        file.write(0, memoryview(data))
 
 
 def read_json(path: pathlib.Path) -> Any:

@@ -158,7 +158,7 @@ class Expression:
     def _repeated(self, depth: int) -> _Part:
         begin = self._at
         part = self._atom(depth)
-        while (counts := self._counts()) is not None:
+        if (counts := self._counts()) is not None:  # `re` takes one after another for an error
             end = self._at
             least, most = counts
             if max(least, most or 0) * (len(self._sets) + 1) > LONGEST * 4:

@@ -23,11 +23,11 @@ from jaxlowprec.weight_sync.receiving.staging import Staging
 from jaxlowprec.weight_sync.versions import newer, said_version
 
 OLDEST = (0, 5, 21)
-_MOST_RANKS = 1024  # of one engine: a payload's text is sent for each
 """The oldest SGLang that opens and ends a weight update, in which it undoes and repeats its repacking."""
 
 Way = Literal["shared", "copied"]
 
+_MOST_RANKS = 1024  # of one engine: a payload's text is sent for each
 _BROKEN = "SGLang's model may hold parts of two versions: send another version, or restart it"
 
 
