@@ -7,22 +7,16 @@ import re
 import numpy as np
 import pytest
 
-from jaxlowprec.checkpoints import schemes
 from jaxlowprec.checkpoints.conversion.convert import convert, dequantize
 from jaxlowprec.checkpoints.conversion.heads import NOT_LOOKED_UP, is_embedding
 from jaxlowprec.checkpoints.conversion.plan import Left
 from jaxlowprec.checkpoints.conversion.rules import matching
 from jaxlowprec.checkpoints.errors import CheckpointError
+from tests.checkpoints.conversion.test_convert import SCHEMES as EVERY
 from tests.checkpoints.small_models import CONFIG, llama, read_config, read_tensors, same, write_checkpoint
 
 SCHEMES = {
-    "w4a16": schemes.by_name("w4a16", group_size=32),
-    "mxfp4": schemes.by_name("mxfp4"),
-    "fp8_channel": schemes.by_name("fp8_channel"),
-    "deepseek_fp8": schemes.by_name("deepseek_fp8"),
-    "modelopt_nvfp4": schemes.by_name("modelopt_nvfp4"),
-    "gptq": schemes.by_name("gptq", group_size=32),
-    "awq": schemes.by_name("awq", group_size=32),
+    name: EVERY[name] for name in ("w4a16", "mxfp4", "fp8_channel", "deepseek_fp8", "modelopt_nvfp4", "gptq", "awq")
 }
 RULES = {
     "defaults": {},
@@ -99,7 +93,7 @@ def test_a_tied_head_that_is_the_only_tensor_of_both_stays(tmp_path):
     convert(source, tmp_path / "low", SCHEMES["w4a16"])
 
 
-def test_a_source_whose_head_was_quantised_apart_is_untied_when_it_is_decoded(tmp_path):
+def test_a_head_that_was_quantised_apart_is_untied_when_decoded(tmp_path):
     source, _ = model(tmp_path / "source", "a copy", False)
     convert(source, tmp_path / "low", SCHEMES["fp8_channel"], include=["lm_head"])
     config = read_config(tmp_path / "low") | {"tie_word_embeddings": True}
