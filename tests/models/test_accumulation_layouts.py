@@ -177,7 +177,7 @@ def stopped(w, x):
 
 
 @pytest.mark.parametrize("layer", [in_a_scan, in_vmap, in_a_branch, in_jit, in_checkpoint, in_shard_map, stopped])
-def test_a_layer_may_be_in_a_transformation_that_does_not_hand_on_its_kernel(layer):
+def test_a_layer_may_close_over_its_kernel_in_a_transformation(layer):
     loss, params = of_kernels(lambda params, x: squared(layer(params["right"], jlp.linear(x, params["left"]))), *BOTH)
     with jlp.autocast(RECIPE):
         assert_gradients(loss, params, ROWS)

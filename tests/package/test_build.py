@@ -120,7 +120,7 @@ def test_native_asks_no_processor_where_it_compiles_for_another(processor, built
 
 @pytest.mark.slow
 @pytest.mark.skipif(not pathlib.Path("/proc/cpuinfo").exists(), reason="knows the processor from /proc/cpuinfo")
-def test_native_is_this_processor_even_in_a_build_folder_from_another(tmp_path):
+def test_native_is_this_processor_in_a_build_folder_of_another(tmp_path):
     facts = pathlib.Path("/proc/cpuinfo").read_text()
     has = set(re.search(r"^(?:flags|Features)\s*: (.*)", facts, re.M)[1].split()).issuperset
     built = "portable"

@@ -43,7 +43,7 @@ def within(file, folders):
     return any(pathlib.Path(SOURCE / folder) in (file, *file.parents) for folder in folders)
 
 
-def test_every_file_of_tests_is_in_a_part_that_runs_its_slow_ones():
+def test_every_file_of_tests_is_in_a_part_with_its_slow_ones():
     commands = [command for *_, command in parts() if command.startswith(("slow", "with_"))]
     found = {file for command in commands for file in covered(command)}
     every = {file for file in (SOURCE / "tests").rglob("test_*.py") if not within(file, ELSEWHERE)}

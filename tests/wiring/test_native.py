@@ -241,7 +241,7 @@ def test_an_instruction_set_that_is_not_here_is_refused_by_name():
         native.use_isa("mmx")
 
 
-def test_every_instruction_set_can_be_chosen_and_gives_the_same_bytes(isa):
+def test_every_instruction_set_can_be_chosen_with_the_same_bytes(isa):
     """tests/cpp compares all kernels; this is about the choice."""
     x, found = random_array((33, 50), "bfloat16"), []
     quantize = functools.partial(jlp.quantize_both, fmt=jlp.NVFP4(), hadamard_columnwise=True)

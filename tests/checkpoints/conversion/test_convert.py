@@ -144,7 +144,7 @@ def test_included_although_the_defaults_leave_it_alone(source, tmp_path):
     assert not matching("lm_head", report.ignore)
 
 
-def test_without_defaults_everything_that_readers_decode_is_quantised(source, tmp_path):
+def test_without_defaults_all_that_readers_decode_is_quantised(source, tmp_path):
     report = convert(source, tmp_path / "low", MXFP4, defaults=())
     assert "lm_head" in report.changed and [entry.module for entry in report.left] == ["model.embed_tokens"]
 

@@ -115,7 +115,7 @@ def test_tied_embeddings_have_no_output(tmp_path):
 
 
 @pytest.mark.parametrize("factor", [1, -2])
-def test_a_head_beside_a_tied_embedding_is_written_if_it_is_another(tmp_path, factor):
+def test_a_head_that_differs_from_a_tied_embedding_is_written(tmp_path, factor):
     held = tensors(tied=True)
     held["lm_head.weight"] = held["model.embed_tokens.weight"] * np.asarray(factor, ml_dtypes.bfloat16)
     source = folder(tmp_path / "hf", held=held, tie_word_embeddings=True)

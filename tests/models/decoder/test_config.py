@@ -261,7 +261,7 @@ def test_a_value_of_any_kind_is_read_or_refused_in_a_sentence(name):
         ("gpt_oss", {"num_local_experts": 2**31 - 1}),
     ],
 )
-def test_a_count_that_the_folder_does_not_hold_is_refused_before_anything_is_made(tmp_path, family, changed):
+def test_a_count_that_the_folder_does_not_hold_is_refused_first(tmp_path, family, changed):
     tiny.folder(tmp_path / "m", family)
     said = json.loads((tmp_path / "m" / "config.json").read_text())
     (tmp_path / "m" / "config.json").write_text(json.dumps(said | changed))

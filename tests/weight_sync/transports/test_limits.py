@@ -56,7 +56,7 @@ with contextlib.ExitStack() as stack:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["numpy", "jax", "bytes", "shared", "tcp"])
-def test_hundreds_of_versions_leak_neither_memory_nor_descriptors(kind):
+def test_hundreds_of_versions_leak_no_memory_and_no_descriptors(kind):
     grown, descriptors = map(int, run_python("-c", HUNDREDS, kind).stdout.split())
     assert grown < 8 * MIB  # ten versions; 240 were sent since
     assert descriptors <= 2  # a connection that is being closed
