@@ -124,7 +124,7 @@ class ReceiverProcess:
         return wait(self.child)
 
     def transport(self):
-        return TcpTransport("127.0.0.1", self.port, SECRET)
+        return TcpTransport("127.0.0.1", self.port, SECRET, timeout=60)
 
     def end(self):
         self._pipe.send(False)

@@ -30,7 +30,7 @@ def main(kind, rounds, folder):
             place.mkdir()
             engines.append(Engine(kind, place))
             transports[str(i)] = (
-                TcpTransport("127.0.0.1", int((place / "port").read_text()), SECRET)
+                TcpTransport("127.0.0.1", int((place / "port").read_text()), SECRET, timeout=60)
                 if kind == "tcp"
                 else SharedMemoryTransport(place / "engine", SECRET)
             )

@@ -68,7 +68,7 @@ def main(kind, mebibytes, bucket_mebibytes, folder):
     os.close(answers)
     assert os.read(answered, 1) == b"."
     transport = (
-        TcpTransport("127.0.0.1", int((folder / "port").read_text()), SECRET)
+        TcpTransport("127.0.0.1", int((folder / "port").read_text()), SECRET, timeout=60)
         if kind == "tcp"
         else SharedMemoryTransport(folder / "engine", SECRET)
     )

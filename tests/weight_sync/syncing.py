@@ -75,8 +75,8 @@ def over_tcp(**options):
     """(receiver, listening, a new transport, engine)."""
     engine = Engine()
     receiver = Receiver(on_pause=engine.pause, on_resume=engine.resume)
-    with TcpReceiver(receiver, SECRET, **options) as listening:
-        yield receiver, listening, TcpTransport(*listening.address, SECRET), engine
+    with TcpReceiver(receiver, SECRET, **{"handshake_timeout": 60.0, **options}) as listening:
+        yield receiver, listening, TcpTransport(*listening.address, SECRET, timeout=60), engine
 
 
 def require_refused_shape(transport):

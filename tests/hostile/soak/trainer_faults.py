@@ -65,7 +65,7 @@ def damaged(transport, kind, to_engine, place, size):
     """Bytes are flipped, left out, repeated, swapped or cut off on the way, in one direction. Gives a transport."""
     relay = Relay(transport._address, kind, to_engine, place, size)
     try:
-        yield TcpTransport(*relay.address, SECRET)
+        yield TcpTransport(*relay.address, SECRET, timeout=60)
     finally:
         relay.close()
 

@@ -191,7 +191,7 @@ class TrainerProcess(Limits):
         Errors()
         folder = pathlib.Path(folder)
         self._transports = {
-            "tcp": TcpTransport("127.0.0.1", port, SECRET),
+            "tcp": TcpTransport("127.0.0.1", port, SECRET, timeout=60),
             "shared": SharedMemoryTransport(folder / "socket", SECRET),
             "directory": DirectoryTransport(folder / "directory", keep=2),
             "delta": DeltaTransport(folder / "delta", keep=2, full_every=4),
@@ -205,7 +205,7 @@ class TrainerProcess(Limits):
 
     def push_to(self, port, version, timeout):
         """The same to another engine's port."""
-        with contextlib.closing(TcpTransport("127.0.0.1", port, SECRET)) as transport:
+        with contextlib.closing(TcpTransport("127.0.0.1", port, SECRET, timeout=60)) as transport:
             return pushed(transport, version, timeout)
 
     def used(self):

@@ -197,7 +197,7 @@ with tempfile.TemporaryDirectory() as folder:
     secret = pathlib.Path(folder, "secret")
     secret.write_bytes(SECRET)
     inbox.listen(Listen(port, str(secret)), 0)
-sync(TcpTransport("127.0.0.1", port, SECRET), 1)
+sync(TcpTransport("127.0.0.1", port, SECRET, timeout=60), 1)
 assert is_whole(dict(inbox.arrays(1)), 1)
 inbox.close()
 """

@@ -48,7 +48,7 @@ def reached(kind, folder, count=3):
                 transports[name] = SharedMemoryTransport(folder / str(i), SECRET)
             else:
                 listening = stack.enter_context(TcpReceiver(receiver, SECRET))
-                transports[name] = TcpTransport(*listening.address, SECRET)
+                transports[name] = TcpTransport(*listening.address, SECRET, timeout=60)
             stack.callback(transports[name].close)
         yield receivers, transports
 

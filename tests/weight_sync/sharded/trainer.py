@@ -10,10 +10,12 @@ Prints each version that is served, and by whom if they are many.
 import functools
 import itertools
 import sys
+import traceback
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -79,7 +81,7 @@ def expected(version):
 
 
 def tcp(address):
-    return TcpTransport("127.0.0.1", int(address), SECRET)
+    return TcpTransport("127.0.0.1", int(address), SECRET, timeout=60)
 
 
 def fan_out(address):
@@ -101,7 +103,12 @@ def main(coordinator, processes, process, kind, versions, first, address):
     for version in itertools.count(int(first)):
         if int(versions) and version == int(first) + int(versions):
             return
-        found = push_shards(sharded(version), transport, version, timeout=60)
+        try:
+            found = push_shards(sharded(version), transport, version, timeout=60)
+        except Exception:
+            traceback.print_exc()
+            multihost_utils.sync_global_devices("each has said why")  # the first one to end would end the others
+            raise
         if kind == "fan_out":
             failed = sorted((name, str(error)) for name, error in found.failed.items())
             print(found.version, *found.served, failed, transport.receivers, flush=True)

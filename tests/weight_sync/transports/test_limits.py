@@ -37,7 +37,7 @@ with contextlib.ExitStack() as stack:
     folder = stack.enter_context(tempfile.TemporaryDirectory())
     transport = InProcess(receiver)
     if kind == "tcp":
-        transport = TcpTransport(*stack.enter_context(TcpReceiver(receiver, SECRET)).address, SECRET)
+        transport = TcpTransport(*stack.enter_context(TcpReceiver(receiver, SECRET)).address, SECRET, timeout=60)
     elif kind == "shared":
         stack.enter_context(SharedMemoryReceiver(receiver, SECRET, f"{folder}/socket"))
         transport = SharedMemoryTransport(f"{folder}/socket", SECRET)

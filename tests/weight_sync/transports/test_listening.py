@@ -146,7 +146,7 @@ def test_an_engine_may_close_its_listener_while_it_is_resumed():
 
     receiver = Receiver(on_resume=resumed)
     listening = TcpReceiver(receiver, SECRET)
-    transport = TcpTransport(*listening.address, SECRET)
+    transport = TcpTransport(*listening.address, SECRET, timeout=60)
     transport.pause(60)
     transport.close()
     assert closed.wait(60) and receiver.state == "serving"
@@ -156,7 +156,7 @@ def transports(kind, folder):
     """(listening, what makes transports to it) of a receiver."""
     if kind == "tcp":
         listening = TcpReceiver(Receiver(), SECRET)
-        return listening, lambda: TcpTransport(*listening.address, SECRET)
+        return listening, lambda: TcpTransport(*listening.address, SECRET, timeout=60)
     listening = SharedMemoryReceiver(Receiver(), SECRET, folder / "socket")
     return listening, lambda: SharedMemoryTransport(folder / "socket", SECRET)
 

@@ -113,5 +113,5 @@ def test_a_stranger_that_drips_bytes_is_dropped():
             assert time.monotonic() - started >= TIMEOUT
             ended.set()
             thread.join()
-        sync(TcpTransport(*listening.address, SECRET), 1, model(1))
+        sync(TcpTransport(*listening.address, SECRET, timeout=60), 1, model(1))
         assert is_whole(receiver.weights, 1)

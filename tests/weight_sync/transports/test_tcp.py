@@ -89,7 +89,7 @@ def test_an_abort_leaves_the_old_version():
 
 def test_another_secret_lets_nobody_in():
     with over_tcp() as (receiver, listening, transport, _):
-        stranger = TcpTransport(*listening.address, b"another secret, as long as that")
+        stranger = TcpTransport(*listening.address, b"another secret, as long as that", timeout=60)
         with pytest.raises(NotAuthenticated, match="both sides need the same"):
             stranger.pause(60)
         sync(transport, 1)
@@ -99,7 +99,7 @@ def test_another_secret_lets_nobody_in():
 def test_a_second_session_is_refused_with_the_reason():
     with over_tcp() as (receiver, listening, transport, _):
         transport.pause(60)
-        second = TcpTransport(*listening.address, SECRET)
+        second = TcpTransport(*listening.address, SECRET, timeout=60)
         with pytest.raises(Refused, match="another trainer, 127.0.0.1, has had a session open for 0 s"):
             second.pause(60)
         assert second.version(60) == 0  # to ask is allowed
@@ -140,7 +140,7 @@ def test_a_dead_trainer_leaves_the_old_version(stage, end):
     with over_tcp(timeout=60 if end == "closed" else 1.0) as (receiver, listening, transport, engine):
         sync(transport, 1)
         manifest, buckets = packed(model(2), 2)
-        dying = TcpTransport(*listening.address, SECRET)
+        dying = TcpTransport(*listening.address, SECRET, timeout=60)
         dying.pause(60)
         if stage != "paused":
             dying.begin(2, manifest, 60)
@@ -313,7 +313,7 @@ def test_an_engine_that_does_not_pause_is_an_error():
 
     receiver = Receiver(on_pause=never, on_resume=resumed.set)
     with TcpReceiver(receiver, SECRET) as listening:
-        transport = TcpTransport(*listening.address, SECRET)
+        transport = TcpTransport(*listening.address, SECRET, timeout=60)
         with pytest.raises(PeerTimeout, match="did not stop"):
             transport.pause(timeout=1.0)
         assert resumed.wait(60) and receiver.state == "serving"
@@ -327,14 +327,14 @@ def test_a_broken_receiver_is_a_refusal_that_says_why():
         TcpReceiver(Receiver(on_pause=broken), SECRET) as listening,
         pytest.raises(Refused, match="RuntimeError: the scheduler is gone"),
     ):
-        TcpTransport(*listening.address, SECRET).pause(60)
+        TcpTransport(*listening.address, SECRET, timeout=60).pause(60)
 
 
 def test_nobody_listening_is_an_error_that_says_where():
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     with pytest.raises(PeerLost, match=f"127.0.0.1:{port}: Connection refused"):
-        TcpTransport("127.0.0.1", port, SECRET).pause(60)
+        TcpTransport("127.0.0.1", port, SECRET, timeout=60).pause(60)
 
 
 def test_closing_ends_an_open_session_and_frees_the_port():
@@ -348,7 +348,7 @@ def test_closing_ends_an_open_session_and_frees_the_port():
         transport.abort("it was lost", 60)  # nothing left to do, and no second error
         transport.resume(60)
         with TcpReceiver(receiver, SECRET, port=listening.address[1]) as again:
-            sync(TcpTransport(*again.address, SECRET), 1)
+            sync(TcpTransport(*again.address, SECRET, timeout=60), 1)
         assert is_whole(receiver.weights, 1)
 
 
@@ -388,5 +388,5 @@ def test_ipv6_loopback_works_where_the_machine_has_it():
         pytest.skip("this machine has no IPv6 loopback")
     receiver = Receiver()
     with TcpReceiver(receiver, SECRET, host="::1") as listening:
-        sync(TcpTransport(*listening.address, SECRET), 1)
+        sync(TcpTransport(*listening.address, SECRET, timeout=60), 1)
     assert is_whole(receiver.weights, 1)

@@ -22,7 +22,7 @@ x509 = pytest.importorskip("cryptography.x509")
 
 
 def encrypted(listening, secret=SECRET, **options):
-    return TcpTransport(*listening.address, secret, encrypt=True, **options)
+    return TcpTransport(*listening.address, secret, timeout=60, encrypt=True, **options)
 
 
 def certificate(folder, name, host="127.0.0.1", authority=None):
@@ -70,7 +70,7 @@ def undamaged(address):
 def test_the_wire_shows_nothing_when_encrypted(encrypt):
     with over_tcp(encrypt=encrypt) as (receiver, listening, _, _):
         relay = undamaged(listening.address)
-        transport = TcpTransport(*relay.address, SECRET, encrypt=encrypt)
+        transport = TcpTransport(*relay.address, SECRET, timeout=60, encrypt=encrypt)
         transport.pause(60)
         manifest, buckets = packed(model(0x41424344), 1)
         transport.begin(1, manifest, 60)
@@ -114,7 +114,7 @@ def test_somebody_in_the_middle_is_refused():
         sync(encrypted(listening), 1)
         address, thread = in_the_middle(listening)
         with pytest.raises(NotAuthenticated):
-            TcpTransport(*address, SECRET, encrypt=True).pause(60)
+            TcpTransport(*address, SECRET, timeout=60, encrypt=True).pause(60)
         thread.join(60)
         assert receiver.state == "serving" and is_whole(receiver.weights, 1) and not engine.paused
 
@@ -178,7 +178,7 @@ def test_an_older_tls_is_refused():
 def test_a_recorded_connection_played_again_does_nothing():
     with over_tcp(encrypt=True, handshake_timeout=1) as (receiver, listening, _, engine):
         relay = undamaged(listening.address)
-        sync(TcpTransport(*relay.address, SECRET, encrypt=True), 1)
+        sync(TcpTransport(*relay.address, SECRET, timeout=60, encrypt=True), 1)
         relay.close()
         sent = relay.seen[True]
         assert len(sent) > 1000
@@ -246,7 +246,7 @@ def test_a_missing_package_is_an_error_that_says_what_to_do(monkeypatch):
 
 @pytest.mark.parametrize("noise", [b"", b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03", b"GET / HTTP/1.1\r\n\r\n"])
 def test_strangers_are_dropped_and_keep_no_trainer_out(noise):
-    with over_tcp(encrypt=True, handshake_timeout=0.4) as (receiver, listening, _, _):
+    with over_tcp(encrypt=True, handshake_timeout=2) as (receiver, listening, _, _):
         strangers = [socket.create_connection(listening.address) for _ in range(40)]
         for stranger in strangers:
             with contextlib.suppress(OSError):
@@ -273,9 +273,12 @@ def test_a_receiver_that_goes_silent_is_not_waited_for():
 @pytest.mark.parametrize("place", [0, 100, 900, 2000, 15000])
 def test_damage_of_what_is_encrypted_ends_the_sync(kind, place):
     patience = 0.5
-    with over_tcp(timeout=patience, handshake_timeout=patience, encrypt=True) as (receiver, listening, _, engine):
+    with (
+        over_tcp(encrypt=True) as (receiver, listening, _, engine),
+        TcpReceiver(receiver, SECRET, timeout=patience, handshake_timeout=patience, encrypt=True) as impatient,
+    ):
         sync(encrypted(listening), 1)
-        relay = Relay(listening.address, kind, True, place, 9)
+        relay = Relay(impatient.address, kind, True, place, 9)
         damaged = TcpTransport(*relay.address, SECRET, timeout=patience, encrypt=True)
         with pytest.raises(SyncError):
             sync(damaged, 2, timeout=patience)

@@ -18,7 +18,7 @@ from tests.weight_sync.trees import MAPPING, llama
 @contextlib.contextmanager
 def over_tcp(receiver, path):
     with TcpReceiver(receiver, SECRET) as listening:
-        transport = TcpTransport(*listening.address, SECRET)
+        transport = TcpTransport(*listening.address, SECRET, timeout=60)
         yield lambda source: push(source, transport, max_bytes=20_000)
 
 
