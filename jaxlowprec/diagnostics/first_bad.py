@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -23,6 +24,9 @@ _WHERE = {
 @dataclasses.dataclass(frozen=True)
 class Bad:
     """The first bad tensor of a step. All that was computed before it is within the bound.
+
+    Of layers that are called several times, as in a loop, the calls add up. There a bad weight comes first, then the
+    tensor that is bad in most calls, since what is infinite or NaN stays so: a guess, and its text says so.
 
     Attributes:
         difference: which tensor of which layer, and how bad it is.
@@ -58,7 +62,14 @@ class Bad:
         else:
             problem = f"the relative error is {found.error:.2g}, beyond {self.bound:g}"
         step = "" if self.step is None else f"step {self.step}: "
-        return f"{step}{what}: {problem}; it enters {_WHERE[found.tensor]}"
+        text = f"{step}{what}: {problem}; it enters {_WHERE[found.tensor]}"
+        if found.calls <= 1 or found.tensor == "weight" or found.nonfinite_calls == found.calls:
+            return text
+        bad = f"{found.nonfinite_calls} of them bad" if found.nonfinite else "which add up"
+        return (
+            f"{text}, or at another layer of the same loop: the layer is called {found.calls} times, {bad}; "
+            "telemetry.stacked in the loop's body tells the calls apart"
+        )
 
 
 def first_bad(
@@ -123,6 +134,20 @@ def _comparison(fn: Callable[..., Any], reference: Callable[..., Any] | None, bo
 
     def compared(step: int | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Bad | None:
         differences = compare(actual(*args, **kwargs), expected(*args, **kwargs))
-        return next((Bad(d, float(bound), step) for d in differences if d.nonfinite or not d.error <= bound), None)
+        first = _first(differences, bound)
+        return None if first is None else Bad(first, float(bound), step)
 
     return compared
+
+
+def _first(differences: list[Difference], bound: float) -> Difference | None:
+    """The first one that is bad; of those in one loop, see `Bad`."""
+
+    def bad(d: Difference) -> bool:
+        return bool(d.nonfinite) or not d.error <= bound
+
+    after = list(itertools.dropwhile(lambda d: not bad(d), differences))
+    if not after or after[0].calls <= 1:
+        return after[0] if after else None
+    loop = [d for d in itertools.takewhile(lambda d: d.calls == after[0].calls, after) if bad(d)]
+    return next((d for d in loop if d.tensor == "weight"), max(loop, key=lambda d: d.nonfinite_calls))

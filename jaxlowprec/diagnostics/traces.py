@@ -15,7 +15,7 @@ import numpy as np
 
 from jaxlowprec.arguments import as_array, shown
 from jaxlowprec.telemetry.scopes import entered
-from jaxlowprec.telemetry.taps import TENSORS, Taps, sketch
+from jaxlowprec.telemetry.taps import COUNTS, LENGTH, TENSORS, Taps, sketch
 
 _LOSS = ""  # the layer of the function's own result
 
@@ -25,9 +25,9 @@ class Trace:
     """What the layers of a function computed, in the order in which they were called.
 
     Attributes:
-        layers: by name, float32 [3, 2, 1025]: of input, weight and result, and of their gradients, how many elements
-            are infinite or NaN, and a sketch of the others (`telemetry.taps`).
-        loss: the same of the function's first result, float32 [1025].
+        layers: by name, float32 [3, 2, 1027]: of input, weight and result, and of their gradients, how many elements
+            are infinite or NaN, in how many calls, of how many, and a sketch of the others (`telemetry.taps`).
+        loss: the same of the function's first result, float32 [1027].
     """
 
     layers: Mapping[str, np.ndarray]
@@ -49,7 +49,10 @@ class Trace:
         """
         try:
             with np.load(path) as file:
-                return cls(dict(zip(file["names"].tolist(), file["values"], strict=True)), file["loss"])
+                found = cls(dict(zip(file["names"].tolist(), file["values"], strict=True)), file["loss"])
+            if any(values.shape[-1:] != (LENGTH,) for values in (found.loss, *found.layers.values())):
+                raise ValueError("an earlier version wrote it")
+            return found
         except (ValueError, KeyError, EOFError) as error:
             raise ValueError(f"debug.Trace: {path} is no trace ({error}); needs a file that Trace.save wrote") from None
 
@@ -64,6 +67,8 @@ class Difference:
         error: the norm of the difference over the reference's norm, to some 4 % of itself; infinite where the
             reference is zero.
         nonfinite, expected_nonfinite: how many elements are infinite or NaN, here and in the reference.
+        calls: how often the layer was called, as in a loop or under `jax.vmap`. The numbers above are of all calls.
+        nonfinite_calls: in how many of these elements are infinite or NaN.
     """
 
     layer: str
@@ -71,6 +76,8 @@ class Difference:
     error: float
     nonfinite: int
     expected_nonfinite: int
+    calls: int = 1
+    nonfinite_calls: int = 0
 
 
 def trace(fn: Callable[..., Any], *args: Any, high_precision: bool = False, **kwargs: Any) -> Trace:
@@ -105,7 +112,7 @@ def tracer(fn: Callable[..., Any], high_precision: bool = False) -> Callable[...
     """A function that traces fn, compiled once for all arguments of the same shapes."""
     if not callable(fn):
         raise TypeError(f"debug.trace: fn={shown(fn)}; needs a function")
-    order: list[str] = []
+    orders: dict[frozenset[str], list[tuple[str, int | None]]] = {}
 
     @jax.jit
     def run(*args: Any, **kwargs: Any) -> tuple[Any, jax.Array]:
@@ -117,7 +124,7 @@ def tracer(fn: Callable[..., Any], high_precision: bool = False) -> Callable[...
                 "debug.trace: the function calls no layer of this library; transform it with quantize_matmuls, or use "
                 "linear, dot_general, einsum or this library's Flax layers"
             )
-        order[:] = search.found
+        orders[frozenset(search.found)] = search.order()
         state = {name: jnp.zeros(shape, jnp.float32) for name, shape in search.found.items()}
 
         def watched(state: Any) -> Any:
@@ -132,11 +139,8 @@ def tracer(fn: Callable[..., Any], high_precision: bool = False) -> Callable[...
 
     def call(*args: Any, **kwargs: Any) -> Trace:
         found, loss = jax.device_get(run(*args, **kwargs))
-        layers: dict[str, np.ndarray] = {}
-        for name in order or found:
-            values = found[name]
-            layers |= {name: values} if values.ndim == 3 else {f"{name}[{i}]": each for i, each in enumerate(values)}
-        return Trace(layers, loss)
+        order = orders[frozenset(found)]
+        return Trace({n if i is None else f"{n}[{i}]": found[n] if i is None else found[n][i] for n, i in order}, loss)
 
     return call
 
@@ -175,7 +179,8 @@ def compare(found: Trace, reference: Trace) -> list[Difference]:
 
 
 def _difference(layer: str, tensor: str, found: np.ndarray, reference: np.ndarray) -> Difference:
-    ours, theirs = (np.float64(seen[1:]) for seen in (found, reference))
+    ours, theirs = (np.float64(seen[COUNTS:]) for seen in (found, reference))
     norm, off = np.linalg.norm(theirs), np.linalg.norm(ours - theirs)
     error = float(off / norm) if norm else (math.inf if off else 0.0)
-    return Difference(layer, tensor, error, int(found[0]), int(reference[0]))
+    nonfinite, nonfinite_calls, calls = map(int, found[:COUNTS])
+    return Difference(layer, tensor, error, nonfinite, int(reference[0]), calls, nonfinite_calls)

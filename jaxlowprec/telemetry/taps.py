@@ -21,8 +21,10 @@ TENSORS = ("input", "weight", "result")
 SKETCH = 1024
 """Numbers in a sketch: relative errors come out within some 4 % of themselves."""
 
-LENGTH = 1 + SKETCH
-"""How many elements are infinite or NaN; the sketch of the others."""
+COUNTS = 3
+"""What comes before it: how many elements are infinite or NaN, in how many calls, of how many."""
+
+LENGTH = COUNTS + SKETCH
 
 
 class Taps(Scope):
@@ -32,19 +34,38 @@ class Taps(Scope):
         state: by name, float32 [*stack, len(TENSORS), 2, LENGTH]: of each tensor and of its gradient. None while the
             layers are looked for.
         high_precision: whether layers compute without their recipes.
-        found: the shapes of the states of the layers that were called, in that order.
+        found: the shapes of the states of the layers that were called.
+        called: the layers, in the order of their calls, each with its place in a stack.
     """
 
     def __init__(self, state: Mapping[str, Any] | None, high_precision: bool = False):
         self.state, self.high_precision = state, high_precision
         self.found: dict[str, tuple[int, ...]] = {}
+        self.called: list[tuple[str, tuple[Any, int] | None]] = []
 
     def layer(self, name: str) -> jax.Array | None:
         """The state of the layer of that name; None while layers are looked for."""
         if self.state is None:
             self.found.setdefault(name, (*self.stack, len(TENSORS), 2, LENGTH))
+            self.called.append((name, self.place))
             return None
         return self.placed(self.state[name])
+
+    def order(self) -> list[tuple[str, int | None]]:
+        """The layers in the order in which they compute, each with its index in a stack.
+
+        The layers of a loop's body, which have one traced index, take turns.
+        """
+        order: dict[tuple[str, int | None], None] = {}
+        for name, place in self.called:
+            if place is None:
+                order[name, None] = None
+            elif isinstance(place[0], jax.core.Tracer):
+                body = dict.fromkeys(n for n, other in self.called if other is not None and other[0] is place[0])
+                order |= dict.fromkeys((n, i) for i in range(place[1]) for n in body)
+            else:
+                order[name, int(place[0]) % place[1]] = None
+        return list(order)
 
 
 @jax.custom_vjp
@@ -74,7 +95,9 @@ def sketch(x: jax.Array) -> jax.Array:
     lines = -(-max(flat.size, 1) // SKETCH)
     numbers = jax.lax.iota(jnp.uint32, lines * SKETCH)
     signed = jnp.where(_mixed(numbers) & 1, -1.0, 1.0) * jnp.pad(flat, (0, lines * SKETCH - flat.size))
-    return jnp.concatenate([(~finite).sum(dtype=jnp.float32)[None], signed.reshape(lines, SKETCH).sum(axis=0)])
+    bad = (~finite).sum(dtype=jnp.float32)
+    counts = jnp.stack([bad, jnp.sign(bad), jnp.float32(1)])
+    return jnp.concatenate([counts, signed.reshape(lines, SKETCH).sum(axis=0)])
 
 
 def _mixed(numbers: jax.Array) -> jax.Array:
@@ -88,5 +111,7 @@ def _seen(x: jax.Array, state: jax.Array) -> jax.Array:
     """The sketch of the whole array, with the type that the state's gradient needs."""
     found = sketch(x)
     split = further_axes(x, state)
-    found = jax.lax.psum(found, split) if split else found
+    if split:  # one call on all devices
+        found = jax.lax.psum(found, split)
+        found = found.at[1:COUNTS].set(jnp.minimum(found[1:COUNTS], 1))
     return wiring.align_varying(found, state)[0]

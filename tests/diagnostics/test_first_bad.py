@@ -1,5 +1,8 @@
 """`jaxlowprec.debug`: where an error enters."""
 
+import contextlib
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,10 +12,10 @@ from flax import nnx as flax_nnx
 
 import jaxlowprec as jlp
 from jaxlowprec.telemetry.scopes import entered
-from jaxlowprec.telemetry.taps import SKETCH, Taps, sketch
-from tests.helpers import random_array
+from jaxlowprec.telemetry.taps import COUNTS, LENGTH, SKETCH, Taps, sketch
+from tests.helpers import often, random_array
 
-NVFP4 = jlp.NVFP4BlockScaling()
+NVFP4, MXFP8 = jlp.NVFP4BlockScaling(), jlp.MXFP8BlockScaling()
 FAULT = 2.0**-20
 
 
@@ -52,15 +55,15 @@ def test_sketches_are_as_far_apart_as_arrays(size):
     x = np.asarray(random_array((size,), "float32", 1))
     y = x * np.float32(0.75) + np.float32(0.1) * np.asarray(random_array((size,), "float32", 2))
     of_x, of_y = (np.asarray(jax.jit(sketch)(v)) for v in (x, y))
-    assert np.linalg.norm(of_x[1:] - of_y[1:]) == pytest.approx(np.linalg.norm(x - y), rel=0.12)
+    assert np.linalg.norm(of_x[COUNTS:] - of_y[COUNTS:]) == pytest.approx(np.linalg.norm(x - y), rel=0.12)
 
 
 def test_a_sketch_counts_what_is_not_finite_and_leaves_it_out():
     spoilt, without = np.arange(3000, dtype=np.float32), np.arange(3000, dtype=np.float32)
     spoilt[7:9], without[7:9] = (np.nan, np.inf), 0
     found, expected = (np.asarray(jax.jit(sketch)(x)) for x in (spoilt, without))
-    assert found[0] == 2
-    assert np.all(found[1:] == expected[1:])
+    assert found[:COUNTS].tolist() == [2, 1, 1] and expected[:COUNTS].tolist() == [0, 0, 1]
+    assert np.all(found[COUNTS:] == expected[COUNTS:])
 
 
 @pytest.mark.slow
@@ -117,7 +120,7 @@ def test_tracing_changes_no_bit(step):
 
     alone = jax.jit(traced_too)(*step)
     names = [f"blocks/{i}" for i in range(4)]
-    with entered(Taps({name: jnp.zeros((3, 2, 1 + SKETCH)) for name in names})):
+    with entered(Taps({name: jnp.zeros((3, 2, LENGTH)) for name in names})):
         within = jax.jit(traced_too)(*step)
     jax.tree.map(np.testing.assert_array_equal, alone, within)
 
@@ -151,6 +154,65 @@ def test_layers_of_a_scan_are_told_apart(step):
     spoilt[3][0, 0] = np.nan
     bad = jlp.debug.first_bad(of_scan, spoilt, x)
     assert (bad.layer, bad.tensor) == ("blocks[3]", "weight")
+
+
+class TestLoops:
+    """Blocks of two layers in a scan: where something not finite enters."""
+
+    params = {"up": random_array((3, 32, 64), "float32", 7) / 8, "down": random_array((3, 64, 32), "float32", 8) / 8}
+
+    @staticmethod
+    def loss(params, x, spoils=lambda i, h: h, stacked=True, halves=False):
+        def block(x, layer):
+            i, w = layer
+            with jlp.telemetry.stacked(i, 3) if stacked else contextlib.nullcontext():
+                h = spoils(i, jlp.linear(x, w["up"], recipe=MXFP8, name="up"))
+                if not halves:
+                    return x + jlp.linear(h, w["down"], recipe=MXFP8, name="down"), None
+            with jlp.telemetry.stacked(i, 3):
+                return x + jax.checkpoint(lambda h: jlp.linear(h, w["down"], recipe=MXFP8, name="down"))(h), None
+
+        return jnp.square(jax.lax.scan(block, x, (jnp.arange(3), params))[0]).mean()
+
+    @pytest.mark.parametrize("block", often([1], [0, 1, 2]))
+    @pytest.mark.parametrize("name", often(["down"], ["up", "down"]))
+    @pytest.mark.parametrize("how", often(["halves"], ["stacked", "halves", "unnumbered"]))
+    def test_a_bad_weight(self, name, block, how):
+        bad = {**self.params, name: self.params[name].at[block, 0, 0].set(jnp.inf)}
+        loss = functools.partial(self.loss, stacked=how != "unnumbered", halves=how == "halves")
+        found = jlp.debug.first_bad(loss, bad, jnp.ones((32, 32)))
+        assert (found.layer, found.tensor) == (name if how == "unnumbered" else f"{name}[{block}]", "weight")
+
+    @pytest.mark.parametrize("block", often([1], [0, 1, 2]))
+    @pytest.mark.parametrize("stacked", often([False], [True, False]))
+    def test_a_bad_activation(self, block, stacked):
+        loss = functools.partial(self.loss, spoils=lambda i, h: jnp.where(i == block, h / 0, h), stacked=stacked)
+        found = jlp.debug.first_bad(loss, self.params, jnp.ones((32, 32)))
+        assert (found.layer, found.tensor) == (f"down[{block}]" if stacked else "down", "input")
+        guessed = f"or at another layer of the same loop: the layer is called 3 times, {3 - block} of them bad"
+        assert (guessed in str(found)) == (not stacked and block > 0)
+
+    @pytest.mark.parametrize("block", often([1], [0, 1, 2]))
+    @pytest.mark.parametrize("stacked", often([False], [True, False]))
+    def test_a_bad_gradient(self, block, stacked):
+        def spoils(i, h):
+            return jax.lax.cond(i == block, spoils_the_gradient, lambda h: h, h)
+
+        found = jlp.debug.first_bad(
+            functools.partial(self.loss, spoils=spoils, stacked=stacked), self.params, jnp.ones((32, 32))
+        )
+        assert (found.layer, found.tensor) == (f"up[{block}]" if stacked else "up", "gradient of the result")
+
+    def test_a_python_loop(self):
+        def loss(params, x):
+            for i in range(3):
+                with jlp.telemetry.stacked(i, 3):
+                    for name in ("up", "down"):
+                        x = jlp.linear(x, params[name][i], recipe=MXFP8, name=name)
+            return jlp.linear(x, params["up"][0], recipe=MXFP8, name="head").mean()
+
+        found = jlp.debug.trace(loss, self.params, jnp.ones((32, 32)))
+        assert list(found.layers) == ["up[0]", "down[0]", "up[1]", "down[1]", "up[2]", "down[2]", "head"]
 
 
 @pytest.mark.slow
