@@ -2,36 +2,23 @@
 
 from __future__ import annotations
 
-import gc
 import importlib
 from typing import TYPE_CHECKING, Any
-
-_collects = gc.isenabled()
-gc.disable()  # while modules are loaded: nothing becomes garbage then, and looking for it takes a fifth of the time
 
 from jaxlowprec import checkpoint_policies, delayed_scaling, layouts, telemetry
 from jaxlowprec.arrays.formats import MXFP4, MXFP8, NVFP4, Float8Block, Float8Tensor, Int4
 from jaxlowprec.arrays.hadamard import DEFAULT_SIGNS, Hadamard
 from jaxlowprec.arrays.quantized_array import QuantizedArray
 from jaxlowprec.layers.dot_general import dot_general, einsum
-from jaxlowprec.layers.fused.mlp import mlp
-from jaxlowprec.layers.fused.shared_input import linears
-from jaxlowprec.layers.grouped.matmul import grouped_matmul, ragged_dot
-from jaxlowprec.layers.grouped.mlp import grouped_mlp
 from jaxlowprec.layers.linear import linear, quantize_kernel
 from jaxlowprec.layers.product import QuantizedKernel
 from jaxlowprec.layers.residuals import CHECKPOINT_NAMES
-from jaxlowprec.layers.sharded.collectives import all_gather_quantized, all_to_all_quantized
-from jaxlowprec.layers.sharded.gathered_kernel import all_gather_kernel
-from jaxlowprec.ops.activations.api import geglu, gelu, relu_squared, silu, swiglu
 from jaxlowprec.ops.dequantize.api import dequantize
 from jaxlowprec.ops.fake_quantize.api import fake_quantize
 from jaxlowprec.ops.hadamard.api import hadamard_transform
 from jaxlowprec.ops.norms.api import layer_norm, rms_norm
 from jaxlowprec.ops.quantize.api import quantize, quantize_both
 from jaxlowprec.ops.scaled_matmul.api import scaled_matmul
-from jaxlowprec.ops.scaled_matmul.collective import all_gather_matmul, matmul_reduce_scatter
-from jaxlowprec.ops.sums.api import all_reduce_quantized, reduce_scatter_quantized
 from jaxlowprec.recipes.autocast import autocast, current_recipe
 from jaxlowprec.recipes.custom import Custom, QuantizerRole
 from jaxlowprec.recipes.eden import NVFP4Eden
@@ -49,19 +36,25 @@ from jaxlowprec.recipes.transformer_engine import (
     NVFP4BlockScaling,
 )
 
-if _collects:
-    gc.enable()
-
 if TYPE_CHECKING:
-    from jaxlowprec import checkpoints, debug, linen, moe, nnx, rl, traffic, weight_sync
+    from jaxlowprec import checkpoints, debug, linen, lora, moe, nnx, rl, traffic, weight_sync
     from jaxlowprec.diagnostics.support import Supported, supported
+    from jaxlowprec.layers.fused.mlp import mlp
+    from jaxlowprec.layers.fused.shared_input import linears
+    from jaxlowprec.layers.grouped.matmul import grouped_matmul, ragged_dot
+    from jaxlowprec.layers.grouped.mlp import grouped_mlp
+    from jaxlowprec.layers.sharded.collectives import all_gather_quantized, all_to_all_quantized
+    from jaxlowprec.layers.sharded.gathered_kernel import all_gather_kernel
     from jaxlowprec.linen.hooks import flax_dot_general_cls
-    from jaxlowprec.models import lora
     from jaxlowprec.models.accumulation import accumulate_gradients
     from jaxlowprec.models.explain import explain, quantize_params
     from jaxlowprec.models.find_policy import Policy, find_policy
     from jaxlowprec.models.oscillation import OsciReset
     from jaxlowprec.models.quantize_matmuls import quantize_matmuls
+    from jaxlowprec.ops.activations.api import geglu, gelu, relu_squared, silu, swiglu
+    from jaxlowprec.ops.scaled_matmul.collective import all_gather_matmul, matmul_reduce_scatter
+    from jaxlowprec.ops.sums.api import all_reduce_quantized, reduce_scatter_quantized
+    from jaxlowprec.wiring.exporting import disabled_checks
 
 __all__ = [
     "CHECKPOINT_NAMES",
@@ -111,6 +104,7 @@ __all__ = [
     "debug",
     "delayed_scaling",
     "dequantize",
+    "disabled_checks",
     "dot_general",
     "einsum",
     "explain",
@@ -153,28 +147,49 @@ __all__ = [
 ]
 
 
-_MODULES = {name: name for name in ("checkpoints", "debug", "linen", "moe", "nnx", "rl", "traffic", "weight_sync")}
-_MODULES["lora"] = "models.lora"
+_MODULES = {"checkpoints", "debug", "linen", "lora", "moe", "nnx", "rl", "traffic", "weight_sync"}
 _FROM = {
     "OsciReset": "models.oscillation",
     "Policy": "models.find_policy",
     "Supported": "diagnostics.support",
     "accumulate_gradients": "models.accumulation",
+    "all_gather_kernel": "layers.sharded.gathered_kernel",
+    "all_gather_matmul": "ops.scaled_matmul.collective",
+    "all_gather_quantized": "layers.sharded.collectives",
+    "all_reduce_quantized": "ops.sums.api",
+    "all_to_all_quantized": "layers.sharded.collectives",
+    "disabled_checks": "wiring.exporting",
     "explain": "models.explain",
     "find_policy": "models.find_policy",
     "flax_dot_general_cls": "linen.hooks",
+    "geglu": "ops.activations.api",
+    "gelu": "ops.activations.api",
+    "grouped_matmul": "layers.grouped.matmul",
+    "grouped_mlp": "layers.grouped.mlp",
+    "linears": "layers.fused.shared_input",
+    "matmul_reduce_scatter": "ops.scaled_matmul.collective",
+    "mlp": "layers.fused.mlp",
     "quantize_matmuls": "models.quantize_matmuls",
     "quantize_params": "models.explain",
+    "ragged_dot": "layers.grouped.matmul",
+    "reduce_scatter_quantized": "ops.sums.api",
+    "relu_squared": "ops.activations.api",
+    "silu": "ops.activations.api",
     "supported": "diagnostics.support",
+    "swiglu": "ops.activations.api",
 }
 
 
 def __getattr__(name: str) -> Any:
     """What is loaded when it is first used: it loads Flax, or sockets and files, or few programs need it."""
     if name in _MODULES:
-        return importlib.import_module(f"jaxlowprec.{_MODULES[name]}")
+        return importlib.import_module(f"jaxlowprec.{name}")
     if name in _FROM:
         return getattr(importlib.import_module(f"jaxlowprec.{_FROM[name]}"), name)
+    if name == "__version__":
+        from importlib import metadata  # it loads the parser of e-mails
+
+        return metadata.version("jaxlowprec")
     raise AttributeError(f"module 'jaxlowprec' has no attribute {name!r}")
 
 

@@ -57,6 +57,14 @@ class Hadamard:
             )
         object.__setattr__(self, "signs", tuple(int(s) for s in signs) * (self.size // len(signs)))
 
+    def padded(self, length: Any) -> Any:
+        """The length of an axis, padded to whole transforms; written so that JAX knows it of a symbolic length, too.
+
+        >>> Hadamard(16).padded(17)
+        32
+        """
+        return -(-length // self.size) * self.size
+
     @property
     def drawn(self) -> bool:
         """Whether the signs are drawn from a key."""

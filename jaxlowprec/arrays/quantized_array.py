@@ -159,6 +159,9 @@ class QuantizedArray:
 
         return dequantize(self, dtype)
 
+    def __array__(self, *_: Any, **__: Any) -> Any:
+        raise TypeError(f"{self!r} is no array of numbers; call q.dequantize()")
+
     def __repr__(self) -> str:
         try:
             rotated = f", {self.hadamard}" if self.hadamard else ""
@@ -193,7 +196,7 @@ def _arrays(
     """Shape and dtype of each array field; None for a field that is None."""
     lines, length = (1, *matrix) if len(matrix) == 1 else matrix if axis == -1 else matrix[::-1]
     if hadamard is not None:
-        length += -length % hadamard.size
+        length = hadamard.padded(length)
     codes, scales = arrays_of_lines(fmt, lines, length)
     if len(matrix) == 1:
         codes, scales = ((shape[1:], dtype) for shape, dtype in (codes, scales))

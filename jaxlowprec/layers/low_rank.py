@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxlowprec.arguments import array, shown
+from jaxlowprec.arrays import serialised
 from jaxlowprec.arrays.quantized_array import QuantizedArray
 from jaxlowprec.layers.residuals import in_profiles
 from jaxlowprec.ops.checks import FLOATS
@@ -18,6 +19,7 @@ from jaxlowprec.ops.dequantize.api import dequantize
 from jaxlowprec.wiring.out_sharding import dimensions_of, resharded, sharding_of, sharding_of_product
 
 
+@serialised.register
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Adapter:
@@ -51,6 +53,7 @@ class Adapter:
         return Adapter(self.b.mT, self.a.mT, self.alpha)
 
 
+@serialised.register
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class LoRAKernel:

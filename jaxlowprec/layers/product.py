@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxlowprec.arrays import serialised
 from jaxlowprec.arrays.quantized_array import QuantizedArray
 from jaxlowprec.layers import delayed_scaling
 from jaxlowprec.layers.operands import Gemms, amaxes_of, role_of, weight_both_ways
@@ -44,6 +45,7 @@ from jaxlowprec.recipes.sums import Sums
 from jaxlowprec.recipes.transformer_engine import DelayedScaling
 
 
+@serialised.register
 @functools.partial(
     jax.tree_util.register_dataclass, data_fields=("rowwise", "columnwise"), meta_fields=("weight_only",)
 )

@@ -183,6 +183,9 @@ class TestStructure:
     def test_a_param_gives_it_whole_and_no_part_of_it(self):
         q = jlp.quantize(random_array((32, 64)), jlp.NVFP4())
         assert q[...] is q
+        for asarray in (np.asarray, jnp.asarray, jnp.array):
+            with pytest.raises(TypeError, match=r"QuantizedArray\(.*is no array of numbers; call q.dequantize\(\)"):
+                asarray(q)
         assert_same_bytes(nnx.Param(q)[...].data, q.data)
         for index in (0, slice(2), (..., 0)):
             with pytest.raises(TypeError, match=r"only \[...\] is the whole; decode it first"):

@@ -197,6 +197,11 @@ class TestErrors:
         with pytest.raises(TypeError, match="gelu: x has dtype int32; needs bfloat16, float16 or float32"):
             jlp.gelu(jnp.arange(3))
 
+    def test_of_the_exact_form(self):
+        assert_same_bytes(jlp.gelu(jnp.ones(4), approximate=True), jlp.gelu(jnp.ones(4)))
+        with pytest.raises(NotImplementedError, match=r"only the tanh form.*use jax.nn.gelu\(x, approximate=False\)"):
+            jlp.gelu(jnp.ones(4), approximate=False)
+
     def test_of_a_second_derivative(self):
         with pytest.raises(NotImplementedError, match=r"no second derivative; use those of jax\.nn"):
             jax.grad(jax.grad(jlp.silu))(1.0)

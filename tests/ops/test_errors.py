@@ -118,8 +118,7 @@ class TestRounding:
             ({"rounding": "stochastic"}, ValueError, "needs key=, such as jax.random.key(0)"),
             ({"key": KEY}, ValueError, 'a key was given but rounding is "nearest"'),
             ({"rounding": "stochastic", "key": 3}, TypeError, "key=3; needs a JAX key"),
-            ({"rounding": "stochastic", "key": jax.random.key(0, impl="rbg")}, TypeError, "with 4 words"),
-            ({"rounding": "stochastic", "key": jax.random.PRNGKey(0, impl="rbg")}, TypeError, "uint32 and shape (4,)"),
+            ({"rounding": "stochastic", "key": np.zeros(3, np.uint32)}, TypeError, "uint32 and shape (3,)"),
             ({"rounding": "stochastic", "key": jnp.zeros(2, jnp.int32)}, TypeError, "key has dtype int32"),
             ({"rounding": "stochastic", "key": jax.random.split(KEY, 3)}, TypeError, "one for each slice"),
         ],
@@ -228,7 +227,6 @@ class TestRotations:
         for key, message in (
             (0, f"{op}: sign_key=0; needs a JAX key"),
             (jnp.zeros(3, jnp.uint32), f"{op}: sign_key has dtype uint32 and shape (3,); needs one JAX key"),
-            (jax.random.key(0, impl="rbg"), f"{op}: sign_key is of the kind 'rbg'"),
             (jnp.zeros((5, 4), jnp.uint32), f"{op}: sign_key has the signs of batch axes (5,); needs one vector"),
         ):
             assert_raised_at_trace_time(functools.partial(OPS[op], X, **drawn, sign_key=key), TypeError, message)

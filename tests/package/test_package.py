@@ -4,6 +4,7 @@ import ast
 import collections
 import doctest
 import functools
+import importlib.metadata
 import importlib.util
 import pathlib
 import pkgutil
@@ -35,7 +36,14 @@ FLOORS = (
     ("checkpoints",),
     ("weight_sync",),
     ("cli",),
-    ("checkpoint_policies", "debug", "delayed_scaling", "layouts", "traffic"),  # public names of modules in the rooms
+    (
+        "checkpoint_policies",
+        "debug",
+        "delayed_scaling",
+        "layouts",
+        "lora",
+        "traffic",
+    ),  # public names of rooms' modules
 )
 RANK = {name: rank for rank, names in enumerate(FLOORS) for name in names}
 
@@ -63,6 +71,10 @@ def test_a_name_that_is_not_there_is_an_attribute_error():
         jlp.float3  # noqa: B018
 
 
+def test_the_package_has_a_version():
+    assert jlp.__version__ == importlib.metadata.version("jaxlowprec")
+
+
 def test_the_package_is_typed():
     assert (PACKAGE / "py.typed").is_file()
 
@@ -70,7 +82,7 @@ def test_the_package_is_typed():
 ROOMS_AT_IMPORT = """
     arguments arrays checkpoint_policies delayed_scaling layers layouts ops recipes telemetry wiring
 """.split()  # noqa: SIM905
-MOST_MODULES_AT_IMPORT = {"jaxlowprec": 165, "jax": 45, "others": 15}  # most of jax are those of jax.extend
+MOST_MODULES_AT_IMPORT = {"jaxlowprec": 150, "jax": 45, "others": 15}  # most of jax are those of jax.extend
 
 
 def test_importing_loads_few_modules_and_no_flax():

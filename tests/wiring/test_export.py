@@ -7,12 +7,14 @@ from jax import export
 from jax.sharding import PartitionSpec as P
 
 import jaxlowprec as jlp
-from tests.helpers import CHOSEN_SCALES, ONE_OF_EACH, assert_same_bytes, golden_input
+from jaxlowprec.arrays import serialised
+from tests.docs.pages import differs, pieces, printed_by
+from tests.helpers import CHOSEN_SCALES, ONE_OF_EACH, assert_same_bytes, golden_input, often
+from tests.low_precision import STRUCTURES, recipes, state_for, without_state
 from tests.sharding.meshes import mesh_of, name_of, place
 from tests.wiring.small_ops import assert_right, block_sums, operands
 
-TARGETS = ("amax", "quantize", "row_scaled_quantize", "dequantize", "hadamard", "scaled_matmul")
-KERNELS = [export.DisabledSafetyCheck.custom_call(f"jaxlowprec_{name}") for name in TARGETS]
+KERNELS, KEY = jlp.disabled_checks(), jax.random.key(1)
 
 
 @jax.jit
@@ -68,6 +70,79 @@ def test_serialized_and_back():
     x = jnp.asarray(golden_input((32, 64), 3))
     exported = export.export(every_op, disabled_checks=KERNELS)(x)
     assert_same_bytes(export.deserialize(exported.serialize()).call(x), every_op(x))
+
+
+SERVED = {
+    **{str(fmt): lambda w, fmt=fmt: jlp.quantize(w, fmt, axis=-2) for fmt in (*ONE_OF_EACH, *CHOSEN_SCALES)},
+    "rotated": lambda w: jlp.quantize(w, jlp.NVFP4(), -2, jlp.Hadamard(32, (1, -1))),
+    "signs drawn": lambda w: jlp.quantize(w, jlp.NVFP4(), -2, jlp.Hadamard(32, "drawn"), sign_key=jax.random.key(1)),
+    "vector": lambda w: jlp.quantize(w[0], jlp.MXFP8("e5m2")),
+    "batch": lambda w: jlp.quantize(jnp.stack([w, w]), jlp.NVFP4()),
+    "kernel": lambda w: jlp.quantize_kernel(w, jlp.NVFP4BlockScaling()),
+    "adapter": lambda w: jlp.lora.init(jax.random.key(0), {"w": w}, rank=4)["w"],
+}
+
+
+class TestQuantizedArguments:
+    """Quantised arrays go into exported programs, and out of them."""
+
+    @pytest.mark.parametrize("make", SERVED.values(), ids=SERVED)
+    def test_there_and_back(self, make):
+        pytest.importorskip("flatbuffers", reason="jax.export serializes with it")
+        w = make(jnp.asarray(golden_input((64, 32), 3)))
+        exported = export.export(jax.jit(lambda w: {"same": w}), disabled_checks=KERNELS)(w)
+        loaded = export.deserialize(exported.serialize())
+        found = loaded.call(w)["same"]
+        assert jax.tree.structure(found) == jax.tree.structure(w)
+        assert_same_bytes(jax.tree.leaves(found), jax.tree.leaves(w))
+
+    def test_another_format_is_refused(self):
+        pytest.importorskip("flatbuffers", reason="jax.export serializes with it")
+        w = jnp.asarray(golden_input((64, 32), 3))
+        exported = export.export(jax.jit(lambda q: q.dequantize()), disabled_checks=KERNELS)(
+            jlp.quantize(w, jlp.MXFP8())
+        )
+        with pytest.raises(ValueError, match="invalid pytree|PyTreeDef|structure"):
+            export.deserialize(exported.serialize()).call(jlp.quantize(w, jlp.MXFP8("e5m2")))
+
+    def test_what_a_newer_version_wrote_is_refused_in_words(self):
+        with pytest.raises(
+            ValueError, match=r"\['NVFP5', \{\}\] is not of this version.*that wrote it, or a newer one"
+        ):
+            serialised._static_from_bytes(b'[["NVFP5", {}], [32], "float32", -1, null]')
+
+    def test_symbolic_sizes_are_refused_in_words(self):
+        spec = jax.ShapeDtypeStruct(export.symbolic_shape("m, 64"), jnp.float32)
+        exported = export.export(jax.jit(lambda x: jlp.quantize(x, jlp.MXFP8())), disabled_checks=KERNELS)(spec)
+        with pytest.raises(ValueError, match=r"QuantizedArray: shape \(m, 64\) is symbolic"):
+            exported.serialize()
+
+
+RECIPES = {name: recipe for name, recipe in STRUCTURES.items() if recipe is not None}
+RECIPES |= {"eden": jlp.NVFP4Eden(), **recipes("fp8_block", "fp8_current rotated stochastic")}
+
+
+@pytest.mark.parametrize("name", often(["eden"], RECIPES))
+def test_a_symbolic_batch_under_every_recipe(name):
+    """Forward and backward, with a key: without one random bits depend on the shape, which a symbol is not."""
+    recipe, w = RECIPES[name], jnp.asarray(golden_input((64, 32), 3))
+    state = state_for(recipe)
+
+    def loss(w, x):
+        return jnp.square(without_state(jlp.linear(x, w, recipe=recipe, key=KEY, state=state), state)).sum()
+
+    step = jax.jit(jax.value_and_grad(loss, (0, 1)))
+    x = jax.ShapeDtypeStruct(export.symbolic_shape("b, 64"), jnp.float32)
+    exported = export.export(step, disabled_checks=KERNELS)(w, x)
+    for rows in (128, 37):
+        x = jnp.asarray(golden_input((rows, 64), 5))
+        assert_same_bytes(exported.call(w, x), step(w, x))
+
+
+def test_the_page_is_true():
+    names = {}
+    for piece in pieces("docs/how-to/export.md"):
+        assert not differs(printed_by(piece, "export.md", names), piece.shown)
 
 
 def test_several_devices_through_shard_map():

@@ -26,14 +26,14 @@ from jaxlowprec.layers.quantized_matmul import quantized_matmuls
 from jaxlowprec.layers.residuals import in_profiles, product
 from jaxlowprec.layers.rows import RowsInGroups
 from jaxlowprec.layers.watching.watched import watched
-from jaxlowprec.ops.checks import float_array, float_dtype, wider_dtype
+from jaxlowprec.ops.checks import a_sharding, float_array, float_dtype, wider_dtype
 from jaxlowprec.ops.grouped_matmul.groups import LEAST_TOO_LARGE, cut_to_rows
 from jaxlowprec.ops.grouped_matmul.plain import rows_product
 from jaxlowprec.recipes.autocast import FROM_CONTEXT, resolve
 from jaxlowprec.recipes.roles import Recipe, Roles
 from jaxlowprec.recipes.sums import IN_FLOAT32
 from jaxlowprec.telemetry import probes
-from jaxlowprec.wiring.out_sharding import sharding_of
+from jaxlowprec.wiring.out_sharding import resharded, sharding_of
 
 
 def grouped_matmul(
@@ -200,6 +200,7 @@ def ragged_dot(
     precision: Any = None,
     preferred_element_type: Any = None,
     group_offset: Any = None,
+    out_sharding: Any = None,
 ) -> Float[Array, "T N"]:
     """Drop-in for `jax.lax.ragged_dot`: `grouped_matmul` under the context's recipe.
 
@@ -208,6 +209,7 @@ def ragged_dot(
         precision: as for `grouped_matmul`.
         preferred_element_type: the dtype of the result; default: what lhs and rhs promote to.
         group_offset: not supported, as in JAX.
+        out_sharding: how the result is to be split, on a mesh of explicit axes.
 
     Raises:
         NotImplementedError: a group_offset.
@@ -222,15 +224,17 @@ def ragged_dot(
     who = "ragged_dot"
     if group_offset is not None:
         raise NotImplementedError(f"{who}: group_offset is not supported; leave it out and slice the groups")
+    a_sharding(who, "out_sharding", out_sharding)
     lhs = float_array(who, "lhs", lhs)
     rhs = rhs if isinstance(rhs, QuantizedArray) else float_array(who, "rhs", rhs)
     out_dtype = preferred_element_type
     if out_dtype is None:
         out_dtype = lhs.dtype if isinstance(rhs, QuantizedArray) else wider_dtype(lhs.dtype, rhs.dtype)
-    if isinstance(rhs, QuantizedArray) or resolve("ragged_dot", FROM_CONTEXT, "") is not None:
-        return grouped_matmul(lhs, rhs, group_sizes, out_dtype=out_dtype, precision=precision)
-    wide = wider_dtype(lhs.dtype, rhs.dtype)
-    return grouped_matmul(lhs.astype(wide), rhs.astype(wide), group_sizes, out_dtype=out_dtype, precision=precision)
+    if not isinstance(rhs, QuantizedArray) and resolve("ragged_dot", FROM_CONTEXT, "") is None:
+        wide = wider_dtype(lhs.dtype, rhs.dtype)
+        lhs, rhs = lhs.astype(wide), rhs.astype(wide)
+    y = grouped_matmul(lhs, rhs, group_sizes, out_dtype=out_dtype, precision=precision)
+    return resharded(y, out_sharding)
 
 
 def _probe(who: str, name: str) -> probes.Probe | None:

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxlowprec import wiring
+from jaxlowprec.arguments import shown
 from jaxlowprec.ops.activations.op import activation_gradient_op, activation_op
 from jaxlowprec.ops.amax.wanted import NO_AMAXES, Amaxes
 from jaxlowprec.ops.checks import float_array
@@ -19,18 +20,21 @@ from jaxlowprec.ops.no_derivative import no_derivative
 from jaxlowprec.wiring.out_sharding import resharded, sharding_of
 
 
-def gelu(x: Float[Array, "..."], *, implementation: Implementation = None) -> Float[Array, "..."]:
+def gelu(
+    x: Float[Array, "..."], approximate: bool = True, *, implementation: Implementation = None
+) -> Float[Array, "..."]:
     """The tanh form of GELU, x sigmoid(2 sqrt(2/pi) (x + 0.044715 x^3)).
 
     Computed in float32 and rounded once to x's dtype, as its gradient is. The backward pass keeps x alone.
 
     Arguments:
         x: bfloat16, float16 or float32.
+        approximate: True, as `jax.nn.gelu` has it; the exact form is not there.
         implementation: None, "ffi" or "reference".
 
     Raises:
         TypeError: x is no float array of those dtypes.
-        NotImplementedError: a second derivative; `implementation="ffi"` where there is no kernel.
+        NotImplementedError: `approximate=False`; a second derivative; `implementation="ffi"` where there is no kernel.
 
     Source: numerics.md 12; arXiv 1606.08415.
 
@@ -38,6 +42,11 @@ def gelu(x: Float[Array, "..."], *, implementation: Implementation = None) -> Fl
     >>> jlp.gelu(jnp.array([-1.0, 0.0, 1.0]))
     Array([-0.158808,  0.      ,  0.841192], dtype=float32)
     """
+    if approximate is not True:
+        raise NotImplementedError(
+            f"gelu: approximate={shown(approximate)}; only the tanh form, True, is there: use "
+            "jax.nn.gelu(x, approximate=False)"
+        )
     return _activation("gelu", implementation, x)
 
 

@@ -47,5 +47,5 @@ def rotate_float32(
 
 def rotate_padded(x: jax.Array, hadamard: Hadamard) -> jax.Array:
     """x [..., K] padded with zeros to whole transforms, then rotated."""
-    pad = -x.shape[-1] % hadamard.size
+    pad = hadamard.padded(x.shape[-1]) - x.shape[-1]
     return rotate(jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, pad)]), hadamard)

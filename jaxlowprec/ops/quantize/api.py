@@ -319,6 +319,6 @@ def _rotate_padded(
 ) -> jax.Array:
     """x with whole transforms along an axis, rotated. `signs`: those that were drawn."""
     padding = [(0, 0)] * x.ndim
-    padding[axis] = (0, -x.shape[axis] % hadamard.size)
+    padding[axis] = (0, hadamard.padded(x.shape[axis]) - x.shape[axis])
     x = jnp.pad(x, padding)
     return hadamard_transform(x, axis, hadamard.size, hadamard.signs, implementation=implementation, sign_key=signs)

@@ -15,6 +15,7 @@ from jaxlowprec.arguments import as_array, shown
 from jaxlowprec.ops.quantize.philox import words_at
 from jaxlowprec.ops.rounding import magnitude_bits
 
+_STREAM_OF_LONGER_KEYS = 13
 _KEYLESS = np.asarray((0x6A6C7021, 0x6E766634), np.uint32)
 
 
@@ -39,16 +40,15 @@ def check_key(who: str, key: Any, argument: str = "key") -> None:
 
 
 def key_words(who: str, key: Any, batch: tuple[int, ...], argument: str = "key") -> jax.Array:
-    """The two uint32 words of a key, or of one key per slice, as [*batch, 2]. `argument`: what it was given as."""
+    """The two uint32 words of a key, or of one key per slice, as [*batch, 2]. `argument`: what it was given as.
+
+    Keys of JAX's other generators, such as "rbg" and "unsafe_rbg", have four: two are made of them (numerics.md 4).
+    """
     check_key(who, key, argument)
-    words = as_array(key)
-    if jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
-        words = jax.random.key_data(key)
-        if words.shape[-1] != 2:
-            raise TypeError(
-                f"{who}: {argument} is of the kind {jax.random.key_impl(key)!r} with {words.shape[-1]} words; needs "
-                'the two of jax.random.key(seed, impl="threefry2x32")'
-            )
+    typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
+    words = jax.random.key_data(key) if typed else as_array(key)
+    if words.dtype == jnp.uint32 and words.shape[-1:] == (4,):
+        words = words_at(words[..., :2], words[..., 2], words[..., 3], stream=_STREAM_OF_LONGER_KEYS)
     if words.dtype != jnp.uint32 or words.shape[-1:] != (2,) or words.shape[:-1] not in ((), batch):
         raise TypeError(
             f"{who}: {argument} has dtype {key.dtype} and shape {key.shape}; needs one JAX key, or one for each slice "

@@ -13,10 +13,11 @@ from jaxlowprec.weight_sync.errors import SyncError
 from jaxlowprec.weight_sync.folders import layout as folders
 from jaxlowprec.weight_sync.folders.directory import SHARD_BYTES, DirectoryTransport
 from jaxlowprec.weight_sync.manifest import Manifest
+from jaxlowprec.weight_sync.transports.transport import Closing
 from jaxlowprec.weight_sync.versions import said_version
 
 
-class DiskEngine:
+class DiskEngine(Closing):
     """Writes versions to a folder (see `DirectoryTransport`) and tells an engine to load them. See `Transport`.
 
     The engine serves while the version is written, and is paused only while it loads, in `commit`. It overwrites the

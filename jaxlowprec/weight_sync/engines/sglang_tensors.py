@@ -20,6 +20,7 @@ from jaxlowprec.weight_sync.errors import Refused, SyncError
 from jaxlowprec.weight_sync.manifest import Manifest
 from jaxlowprec.weight_sync.receiving.memory import Memory
 from jaxlowprec.weight_sync.receiving.staging import Staging
+from jaxlowprec.weight_sync.transports.transport import Closing
 from jaxlowprec.weight_sync.versions import newer, said_version
 
 OLDEST = (0, 5, 21)
@@ -31,7 +32,7 @@ _MOST_RANKS = 1024  # of one engine: a payload's text is sent for each
 _BROKEN = "SGLang's model may hold parts of two versions: send another version, or restart it"
 
 
-class SGLangTensors:
+class SGLangTensors(Closing):
     """Makes an SGLang server load versions from memory, without a disk. See `Transport`.
 
     The trainer collects a version in host memory while the engine serves. `commit` pauses the engine, opens a weight

@@ -17,10 +17,11 @@ from jaxlowprec.weight_sync.engines.vllm_worker import Listen, read_secret
 from jaxlowprec.weight_sync.errors import PeerLost, SyncError
 from jaxlowprec.weight_sync.manifest import Manifest
 from jaxlowprec.weight_sync.transports.tcp import TcpTransport
+from jaxlowprec.weight_sync.transports.transport import Closing
 from jaxlowprec.weight_sync.versions import said_version
 
 
-class VLLMTransfer:
+class VLLMTransfer(Closing):
     """Sends versions to the memory of vLLM's workers, and makes the model load them. See `Transport`.
 
     vLLM serves the old version while the new one is sent, and is paused only while it loads, in `commit`. Where

@@ -20,13 +20,14 @@ from jaxlowprec.weight_sync.folders.written_version import CompleteWriter, Writt
 from jaxlowprec.weight_sync.locks import locked
 from jaxlowprec.weight_sync.manifest import Manifest
 from jaxlowprec.weight_sync.transports.sockets import check_timeout
+from jaxlowprec.weight_sync.transports.transport import Closing
 from jaxlowprec.weight_sync.versions import newer
 
 SHARD_BYTES = 5 << 30
 """The most bytes of a safetensors file, unless a single tensor has more."""
 
 
-class DirectoryTransport:
+class DirectoryTransport(Closing):
     """Publishes each version as a folder `v000007` with everything that an engine loads. See `Transport`.
 
     The folder is written under a temporary name and gets its final name at `commit`, when all of it is on the disk.

@@ -17,7 +17,7 @@ from jaxlowprec.weight_sync.sending.bucketizer import DEFAULT_BYTES, Bucketizer
 from jaxlowprec.weight_sync.sending.session import Session
 from jaxlowprec.weight_sync.sending.source import WeightSource
 from jaxlowprec.weight_sync.transports.sockets import check_timeout
-from jaxlowprec.weight_sync.transports.transport import Transport, require_transport
+from jaxlowprec.weight_sync.transports.transport import Closing, Transport, require_transport
 from jaxlowprec.weight_sync.versions import whole_number
 
 _GRACE = 0.5  # seconds in which a transport whose time is over may raise its own error, which says more
@@ -42,7 +42,7 @@ class Delivery:
     failed: dict[str, Exception]
 
 
-class FanOut:
+class FanOut(Closing):
     """Sends versions to many receivers over any transports.
 
     Each receiver has a time of its own for each version. One that is slow is waited for until its time is over, all

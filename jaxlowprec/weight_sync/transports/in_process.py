@@ -5,9 +5,10 @@ from __future__ import annotations
 from jaxlowprec.weight_sync.bucket import Bucket
 from jaxlowprec.weight_sync.manifest import Manifest
 from jaxlowprec.weight_sync.receiving.receiver import Receiver
+from jaxlowprec.weight_sync.transports.transport import Closing
 
 
-class InProcess:
+class InProcess(Closing):
     """Calls a receiver in the same process directly. Arrays go from device to device; the receiver makes copies.
 
     >>> InProcess(Receiver()).version(timeout=1)

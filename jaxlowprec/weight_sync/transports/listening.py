@@ -8,7 +8,6 @@ import logging
 import select
 import socket
 import threading
-from typing import Self
 
 from jaxlowprec.weight_sync.errors import SyncError
 from jaxlowprec.weight_sync.receiving.receiver import Receiver
@@ -17,6 +16,7 @@ from jaxlowprec.weight_sync.transports.serving import Serving, Slot, turn_away
 from jaxlowprec.weight_sync.transports.sockets import Deadline, close
 from jaxlowprec.weight_sync.transports.stream import Channel, Inline, Payloads
 from jaxlowprec.weight_sync.transports.tls import EncryptedSocket, ServerTls
+from jaxlowprec.weight_sync.transports.transport import Closing
 
 MOST_STRANGERS = 32
 """The most connections that have not proved themselves yet; one more closes the oldest."""
@@ -29,7 +29,7 @@ _NO_ROOM = f"{MOST_TRAINERS} trainers are connected already; let one end, or sto
 _LOG = logging.getLogger(__name__)
 
 
-class Listening:
+class Listening(Closing):
     """Admits trainers that prove a secret. A context manager; `close` ends it.
 
     Arguments:
@@ -93,12 +93,6 @@ class Listening:
         finally:
             self._listener.close()
             self._woken.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def _accept(self) -> None:
         coming, woken = select.poll(), select.poll()  # select() refuses descriptors from 1024 on, and engines have many

@@ -10,9 +10,10 @@ from jaxlowprec.weight_sync.manifest import Manifest
 from jaxlowprec.weight_sync.transports import messages
 from jaxlowprec.weight_sync.transports.sockets import Deadline
 from jaxlowprec.weight_sync.transports.stream import BadFrame, Channel, Inline, Kind, Payloads
+from jaxlowprec.weight_sync.transports.transport import Closing
 
 
-class RemoteTransport:
+class RemoteTransport(Closing):
     """The verbs of a receiver at the other end of a channel. See `Transport`; `TcpTransport` is an example.
 
     A session has a connection of its own, from `pause` to `resume`. If the connection is lost, or an answer does not

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, Self, runtime_checkable
 
 from jaxlowprec.weight_sync.bucket import Bucket
 from jaxlowprec.weight_sync.manifest import Manifest
@@ -56,6 +56,16 @@ class Transport(Protocol):
 
     def close(self) -> None:
         """Releases what the transport holds. Nothing else works afterwards."""
+
+
+class Closing:
+    """What a `with` block closes at its end, for what has a `close`."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()  # type: ignore[attr-defined]
 
 
 def require_transport(who: str, transport: Any) -> Transport:

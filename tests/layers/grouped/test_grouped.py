@@ -1,5 +1,6 @@
 """grouped_matmul under every recipe: a loop of linear, bit for bit, in one call."""
 
+import contextlib
 import functools
 import itertools
 
@@ -7,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jaxlowprec as jlp
@@ -281,6 +283,20 @@ class TestRaggedDot:
         ours, expected = both()
         assert ours.dtype == jnp.float32
         assert_same_bytes(ours, expected)
+
+    @pytest.mark.parametrize("recipe", [None, RECIPES["mxfp8"]], ids=["bf16", "mxfp8"])
+    def test_is_split_as_out_sharding_says(self, recipe):
+        mesh, (x, w, *_) = mesh_of((2,), AxisType.Explicit), operands()
+        sizes = jnp.asarray(SIZES["uneven"])
+        with contextlib.nullcontext() if recipe is None else jlp.autocast(recipe):
+            expected = jax.jit(jlp.ragged_dot)(x, w, sizes)
+            with jax.set_mesh(mesh):
+                split = jax.jit(functools.partial(jlp.ragged_dot, out_sharding=P(None, "a")))
+                found = split(*(place(a, mesh, P()) for a in (x, w, sizes)))
+        assert found.sharding.spec == P(None, "a")
+        assert_same_bytes(found, expected)
+        with pytest.raises(TypeError, match="ragged_dot: out_sharding="):
+            jlp.ragged_dot(x, w, sizes, out_sharding="a")
 
 
 class TestLoadedKernels:

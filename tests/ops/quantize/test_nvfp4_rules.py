@@ -1,5 +1,6 @@
 """What numerics.md says of NVFP4, by hand and by statistics."""
 
+import functools
 import itertools
 
 import jax
@@ -7,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxlowprec.ops.quantize.philox import philox4x32
 from tests.eager import jlp
 from tests.helpers import assert_same_bytes, random_array
 from tests.ops.quantize.test_quantize import NVFP4_SHAPES
@@ -147,6 +149,20 @@ class TestStochasticRounding:
         typed = jlp.quantize(x, jlp.NVFP4(), rounding="stochastic", key=jax.random.key(9))
         raw = jlp.quantize(x, jlp.NVFP4(), rounding="stochastic", key=jax.random.PRNGKey(9))
         assert_same_bytes(typed, raw)
+
+    @pytest.mark.parametrize("impl", ["rbg", "unsafe_rbg"])
+    def test_keys_of_four_words(self, impl):
+        """Typed or raw they are one key of two words, in which each of the four has a part."""
+        x, key = random_array((32, 32)), jax.random.split(jax.random.key(9, impl=impl))[0]
+        w0, w1, w2, w3 = (np.uint32(word) for word in jax.random.key_data(key))
+        two = np.stack(philox4x32((w2, w3, np.uint32(0), np.uint32(13)), (w0, w1))[:2])
+        quantize = functools.partial(jlp.quantize, x, jlp.NVFP4(), rounding="stochastic")
+        for same in (key, jax.random.key_data(key)):
+            assert_same_bytes(quantize(key=same), quantize(key=two))
+        for word in range(4):
+            other = np.array(jax.random.key_data(key))
+            other[word] ^= 1
+            assert (quantize(key=other).data != quantize(key=key).data).mean() > 0.1
 
     def test_a_key_for_each_slice(self):
         x, keys = random_array((3, 32, 32)), jax.random.split(jax.random.key(0), 3)

@@ -87,6 +87,15 @@ def test_an_abort_leaves_the_old_version():
         assert is_whole(receiver.weights, 2)
 
 
+def test_a_block_closes_it_at_its_end():
+    with over_tcp() as (receiver, listening, *_):
+        with TcpTransport(*listening.address, SECRET, timeout=60) as transport:
+            sync(transport, 1)
+        assert is_whole(receiver.weights, 1)
+        with pytest.raises(ValueError, match="the transport is closed; make another"):
+            transport.pause(60)
+
+
 def test_another_secret_lets_nobody_in():
     with over_tcp() as (receiver, listening, transport, _):
         stranger = TcpTransport(*listening.address, b"another secret, as long as that", timeout=60)
