@@ -7,8 +7,8 @@ from jaxlowprec.layers.delayed_scaling import (
     combined_by_max,
     init_state,
     is_state,
-    overwrite_with_gradient,
 )
+from jaxlowprec.layers.overwriting import keep_unused, overwrite_with_gradient
 
 __all__ = [
     "OVERWRITE_WITH_GRADIENT",
@@ -17,5 +17,6 @@ __all__ = [
     "combined_by_max",
     "init_state",
     "is_state",
+    "keep_unused",
     "overwrite_with_gradient",
 ]

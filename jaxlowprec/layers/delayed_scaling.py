@@ -5,9 +5,11 @@ The state of a layer is six float32 arrays, named as Flax's `fp8_ops` names them
 layer of E experts has them for each expert, [E, L] and [E, 1]; an expert without rows in a step has seen the amaxes 0,
 and that of its kernel. As in Flax, the state travels with the parameters: **its gradient is its new value**, which
 replaces the old one. So one backward pass shifts every history once, and values that a layer saw in several places are
-combined by max.
+combined by max. A layer that gives no new value in a step, because it does not run or its result gets no gradient, has
+a gradient of zeros, which no new value has: its state stays.
 
-* In an optimizer: `overwrite_with_gradient(optax.adamw(...))`. Flax's `TrainState` overwrites on its own.
+* In an optimizer: `overwrite_with_gradient(optax.adamw(...))`. Flax's `TrainState` overwrites on its own, also by the
+  zeros: give it `keep_unused(gradients, state.params)`.
 * Adding up the gradients of microbatches: `add_gradients(a, b)`.
 * A layer reached more than once through transformations that broadcast its state (`nn.scan`, `nn.remat` twice,
   `jax.lax.scan` over a closure) or through several `apply`: differentiate `combined_by_max(loss)`, or autodiff adds
@@ -26,6 +28,7 @@ from jax.custom_batching import custom_vmap
 
 from jaxlowprec.arguments import array, shown, whole_number
 from jaxlowprec.ops.amax.op import largest_over
+from jaxlowprec.ops.intact_state import intact_state
 from jaxlowprec.recipes.transformer_engine import DelayedScaling
 from jaxlowprec.wiring.defining import varying_axes
 from jaxlowprec.wiring.out_sharding import resharded, sharding_of
@@ -113,7 +116,24 @@ def check_state(who: str, recipe: DelayedScaling, state: Any, experts: int | Non
                     f"{who}: state[{name!r}] has shape {found}; {recipe} needs {shape}: make it anew for this recipe"
                     f"{of_experts}"
                 )
+        _check_unchanged(who, tensor, state)
     return dict(state)
+
+
+def _check_unchanged(who: str, tensor: str, state: Mapping[str, Any]) -> None:
+    """Raises ValueError if a tensor's numbers, as far as they are known, are none that a layer makes."""
+    for name in (f"{tensor}_amax_history", f"{tensor}_scale"):
+        leaf = state[name]
+        traced = isinstance(leaf, jax.core.Tracer) or not getattr(leaf, "is_fully_addressable", True)
+        if not traced and leaf.dtype == np.float32 and np.any(np.asarray(leaf) < 0):
+            raise ValueError(f"{who}: state[{name!r}] is {np.asarray(leaf).tolist()}: {_CHANGED}")
+
+
+_CHANGED = (
+    "an amax or a scale below 0 says that a transformation has changed a layer's state, whose gradient is its new "
+    "value; make jaxlowprec.delayed_scaling.overwrite_with_gradient the outermost transformation of the optimizer, "
+    "leave the gradients of states as they are, and start from a state that is intact"
+)
 
 
 # --- one step
@@ -122,7 +142,8 @@ def check_state(who: str, recipe: DelayedScaling, state: Any, experts: int | Non
 def encode_scale(recipe: DelayedScaling, state: State, tensor: str, maximum: float) -> jax.Array:
     """The encode scale of a tensor in this step: maximum * 2^-margin / amax of the history. [], or [E] of experts.
 
-    The scale stays unchanged while the amax is zero or not finite.
+    The scale stays unchanged while the amax is zero or not finite. It is NaN, and so is what the layer computes, if the
+    state has a number below 0, see `_CHANGED`; on CPUs the first tensor to be scaled stops the program and says so.
 
     Arguments:
         tensor: "input", "kernel" or "output_grad".
@@ -131,19 +152,23 @@ def encode_scale(recipe: DelayedScaling, state: State, tensor: str, maximum: flo
     history = _as_float32(state[f"{tensor}_amax_history"])
     stored = _as_float32(state[f"{tensor}_scale"])[..., 0]
     amax = history[..., 0] if recipe.amax_compute_algo == "most_recent" else history.max(axis=-1)
+    intact = intact_state(jnp.concatenate([history, stored[..., None]], axis=-1), says=tensor == "input")
     stored = jnp.where((stored > 0) & jnp.isfinite(stored), stored, 1.0)
     known = (amax > 0) & jnp.isfinite(amax)
     scale = jnp.float32(maximum * 2.0**-recipe.margin) / jnp.where(known, amax, 1.0)
-    return jnp.clip(jnp.where(known, scale, 1.0 / stored), SMALLEST_SCALE, LARGEST_SCALE)
+    return intact * jnp.clip(jnp.where(known, scale, 1.0 / stored), SMALLEST_SCALE, LARGEST_SCALE)
 
 
 def updated(recipe: DelayedScaling, state: State, tensor: str, maximum: float, amaxes: jax.Array) -> State:
-    """The new history and scale of a tensor whose slices had these amaxes; [..., E] of experts."""
+    """The new history and scale of a tensor whose slices had these amaxes; [..., E] of experts. A state that is not
+    intact stays."""
     name = f"{tensor}_amax_history"
     amax = _largest(amaxes, state[name])
     history = jnp.roll(_as_float32(state[name]), -1, axis=-1).at[..., 0].set(amax)
-    scale = 1.0 / encode_scale(recipe, state, tensor, maximum)
-    new = {name: history, f"{tensor}_scale": scale[..., None]}
+    scale = 1.0 / encode_scale(recipe, state, tensor, maximum)[..., None]
+    changed = jnp.isnan(scale)
+    new = {name: history, f"{tensor}_scale": scale}
+    new = {k: jnp.where(changed, _as_float32(state[k]), v) for k, v in new.items()}
     return {k: jax.lax.convert_element_type(v, state[k].dtype) for k, v in new.items()}
 
 
@@ -273,65 +298,3 @@ def combined_by_max(function: Callable[..., Any]) -> Callable[..., Any]:
         return function(jax.tree_util.tree_map_with_path(typed, variables), *args, **kwargs)
 
     return call
-
-
-@jax.tree_util.register_pytree_node_class
-class Overwrite:
-    """An update that replaces what `optax.apply_updates` adds it to.
-
-    A sum could not: the difference of two float32 numbers, added back, is not the second number.
-    """
-
-    __array_ufunc__ = None  # makes numpy leave `array + Overwrite` to __radd__
-
-    def __init__(self, value: Any):
-        self.value = value
-
-    def __radd__(self, old: Any) -> Any:
-        return self.value
-
-    def tree_flatten(self) -> tuple[tuple[Any], None]:
-        """The new value."""
-        return (self.value,), None
-
-    @classmethod
-    def tree_unflatten(cls, _: None, children: tuple[Any]) -> Overwrite:
-        """The inverse."""
-        return cls(*children)
-
-
-def overwrite_with_gradient(inner: Any) -> Any:
-    """An optax transformation for parameters and delayed-scaling states in one tree.
-
-    Parameters go through `inner`. States take their gradient as their new value, and clipping, weight decay and moments
-    do not see them. Make it the outermost transformation, and apply its updates with `optax.apply_updates`, as Flax
-    does.
-
-    Arguments:
-        inner: an `optax.GradientTransformation`.
-
-    >>> import jax.numpy as jnp, optax, jaxlowprec as jlp
-    >>> key = jlp.delayed_scaling.OVERWRITE_WITH_GRADIENT
-    >>> params = {"w": jnp.ones(2), key: {"scale": jnp.ones(1)}}
-    >>> transformation = jlp.delayed_scaling.overwrite_with_gradient(optax.sgd(0.5))
-    >>> gradients = {"w": jnp.ones(2), key: {"scale": jnp.full(1, 8.0)}}
-    >>> updates, _ = transformation.update(gradients, transformation.init(params), params)
-    >>> new = optax.apply_updates(params, updates)
-    >>> new["w"][0].item(), new[key]["scale"][0].item()
-    (0.5, 8.0)
-    """
-    if not (hasattr(inner, "init") and hasattr(inner, "update")):
-        raise TypeError(f"overwrite_with_gradient: inner={shown(inner)}; needs an optax.GradientTransformation")
-    import optax  # a dependency of training programs, not of this library
-
-    def parameters(tree):
-        return jax.tree_util.tree_map_with_path(lambda path, _: not is_state(path), tree)
-
-    masked = optax.masked(inner, parameters)
-
-    def update(gradients, state, params=None, **extra):
-        updates, state = masked.update(gradients, state, params, **extra)
-        wrapped = jax.tree_util.tree_map_with_path(lambda path, u: Overwrite(u) if is_state(path) else u, updates)
-        return wrapped, state
-
-    return optax.GradientTransformationExtraArgs(masked.init, update)

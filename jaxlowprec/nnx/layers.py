@@ -55,8 +55,8 @@ class Quantized(nnx.Variable):
 
 @nnx.register_variable_name("OverwriteWithGradient")
 class OverwriteWithGradient(nnx.Param):
-    """A leaf of a layer's delayed-scaling state. Its gradient is its new value: wrap the optimizer of a model with such
-    leaves in `jaxlowprec.delayed_scaling.overwrite_with_gradient`."""
+    """A leaf of a layer's delayed-scaling state. Its gradient is its new value, or zeros where there is none: wrap the
+    optimizer of a model with such leaves in `jaxlowprec.delayed_scaling.overwrite_with_gradient`."""
 
 
 class _Quantizing(nnx.Module):

@@ -1,12 +1,15 @@
 """Delayed scaling in Linen and NNX: states beside the parameters, combined by max wherever a layer is used again."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import jaxlowprec as jlp
-from jaxlowprec.layers.delayed_scaling import OVERWRITE_WITH_GRADIENT, combined_by_max
+from jaxlowprec.delayed_scaling import OVERWRITE_WITH_GRADIENT, combined_by_max, overwrite_with_gradient
 from tests.flax.libraries import LIBRARIES
 from tests.helpers import assert_same_bytes, random_array
 
@@ -103,6 +106,33 @@ def test_kernels_quantised_once_have_the_scale_of_the_state(library, name):
     model.tree[OVERWRITE_WITH_GRADIENT]["kernel_amax_history"] = jnp.asarray([2.0, 3.0, 0.5])
     with jlp.autocast(RECIPE):
         assert_same_bytes(model.quantized_once(X).run(X), model.run(X))
+
+
+HEADS = {  # of two, of which only the first gets a gradient
+    "not used": lambda model, x: model.a(x),
+    "without a gradient": lambda model, x: model.a(x) + jax.lax.stop_gradient(model.b(x)),
+}
+
+
+@pytest.mark.parametrize("call", HEADS.values(), ids=HEADS)
+def test_a_head_that_gets_no_gradient_keeps_its_state(library, call):
+    transformation = overwrite_with_gradient(optax.sgd(0.1))
+
+    def step(model, tree):
+        gradients = jax.grad(lambda tree: total(model.apply(tree, X)))(tree)
+        return optax.apply_updates(tree, transformation.update(gradients, transformation.init(tree), tree)[0])
+
+    with jlp.autocast(RECIPE):
+        both, one = (
+            library.model(library.composed(heads, **{name: library.maker("Linear", 32, 16) for name in "ab"}), X)
+            for heads in (lambda model, x: model.a(x) + model.b(x), call)
+        )
+        before = jax.jit(functools.partial(step, both))(both.tree)
+        after = jax.jit(functools.partial(step, one))(before)
+    before, after = ({name: tree[name][OVERWRITE_WITH_GRADIENT] for name in "ab"} for tree in (before, after))
+    assert after["a"]["input_amax_history"].tolist() == [AMAX, 0, AMAX]
+    assert_same_bytes(after["b"], before["b"])
+    assert before["b"]["input_amax_history"].tolist() == [AMAX, 0, 0]
 
 
 SCALES = jnp.asarray([1.0, 3.0, 2.0])

@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 
 import jaxlowprec as jlp
-from jaxlowprec.layers.delayed_scaling import OVERWRITE_WITH_GRADIENT, overwrite_with_gradient
+from jaxlowprec.delayed_scaling import OVERWRITE_WITH_GRADIENT, overwrite_with_gradient
 from jaxlowprec.recipes import silence
 from tests.flax.libraries import LIBRARIES
 from tests.helpers import assert_same_bytes, random_array

@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 
 import jaxlowprec as jlp
-from jaxlowprec.layers.delayed_scaling import (
+from jaxlowprec.delayed_scaling import (
     OVERWRITE_WITH_GRADIENT,
     TENSORS,
     combined_by_max,

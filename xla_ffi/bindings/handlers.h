@@ -35,7 +35,8 @@
   each(grouped_matmul)         \
   each(grouped_wgrad)          \
   each(grouped_weight_only)    \
-  each(weight_only_matmuls)
+  each(weight_only_matmuls)    \
+  each(intact_state)
 // clang-format on
 
 namespace jaxlowprec {

@@ -1,16 +1,19 @@
 """Delayed-scaling states beside parameters: past optax, in Flax's TrainState and in nnx.Optimizer."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import linen as nn
 from flax import nnx
 from flax.training.train_state import TrainState
 
 import jaxlowprec as jlp
 from jaxlowprec import delayed_scaling
-from jaxlowprec.layers.delayed_scaling import OVERWRITE_WITH_GRADIENT, overwrite_with_gradient
+from jaxlowprec.delayed_scaling import OVERWRITE_WITH_GRADIENT, overwrite_with_gradient
 from tests.helpers import assert_same_bytes, random_array
 
 RECIPE = jlp.DelayedScaling(amax_history_len=3)
@@ -31,19 +34,29 @@ def gradients(seed):
     return jax.tree.map(lambda p: random_array(p.shape, "float32", seed), params())
 
 
-def state(value):
-    """A new state; 0.1 + 0.2 style numbers that a sum of differences would miss."""
-    return {"layer": jax.tree.map(lambda v: np.full_like(v, value), delayed_scaling.init_state(RECIPE))}
+def state(*values):
+    """A state after steps in which every amax was such a value; 0.1 + 0.2 style numbers that a sum of differences would
+    miss."""
+    made = {name: np.array(value) for name, value in delayed_scaling.init_state(RECIPE).items()}
+    for value in values:
+        for tensor in delayed_scaling.TENSORS:
+            made[f"{tensor}_scale"][:] = 1 if len(values) == 1 else value / 3
+            made[f"{tensor}_amax_history"] = np.roll(made[f"{tensor}_amax_history"], -1)
+            made[f"{tensor}_amax_history"][0] = value
+    return {"layer": made}
 
 
-def with_state(tree, value):
-    return {"params": tree, OVERWRITE_WITH_GRADIENT: state(value)}
+def with_state(tree, *values):
+    return {"params": tree, OVERWRITE_WITH_GRADIENT: state(*values)}
 
 
 @pytest.mark.parametrize(
-    ("inner", "jit"), [(inner, True) for inner in INNER.values()] + [(INNER["sgd"], False)], ids=[*INNER, "sgd, eager"]
+    ("inner", "jit"),
+    [(inner, True) for inner in INNER.values()] + [(INNER["sgd"], False), (INNER["decayed"], False)],
+    ids=[*INNER, "sgd, eager", "decayed, eager"],
 )
 def test_parameters_update_as_usual_and_states_take_gradients(inner, jit):
+    """Eagerly bit for bit; in two programs XLA may round a product before it adds, or not."""
     plain, wrapped = inner(), overwrite_with_gradient(inner())
 
     def step(transformation, tree, opt_state, grads):
@@ -51,16 +64,18 @@ def test_parameters_update_as_usual_and_states_take_gradients(inner, jit):
         return optax.apply_updates(tree, updates), opt_state
 
     step = jax.jit(step, static_argnums=0) if jit else step
-    expected, tree = params(), with_state(params(), 1.0)
+    expected, tree, seen = params(), with_state(params()), []
     plain_state, opt_state = jax.jit(plain.init)(expected), jax.jit(wrapped.init)(tree)
     sizes = sorted(leaf.shape for leaf in jax.tree.leaves(plain_state))
     assert sorted(leaf.shape for leaf in jax.tree.leaves(opt_state)) == sizes  # no moments of states
     for i, value in enumerate((0.3, 1e30, 1e-30, np.nan)):
         expected, plain_state = step(plain, expected, plain_state, gradients(i))
-        tree, opt_state = step(wrapped, tree, opt_state, with_state(gradients(i), value))
-        assert_same_bytes(tree["params"], expected)
-        assert_same_bytes(tree[OVERWRITE_WITH_GRADIENT], state(value))
-    assert jax.tree.structure(tree) == jax.tree.structure(with_state(params(), 1.0))
+        seen.append(value)
+        tree, opt_state = step(wrapped, tree, opt_state, with_state(gradients(i), *seen))
+        compare = functools.partial(np.testing.assert_allclose, rtol=1e-6) if jit else assert_same_bytes
+        jax.tree.map(compare, tree["params"], expected)
+        assert_same_bytes(tree[OVERWRITE_WITH_GRADIENT], state(*seen))
+    assert jax.tree.structure(tree) == jax.tree.structure(with_state(params()))
 
 
 def test_states_may_be_anywhere_in_the_tree():
@@ -125,6 +140,31 @@ def test_nnx_optimizer_updates_parameters_as_without_states():
             losses.append(float(loss))
     assert losses[-1] < losses[0]
     assert model.first._overwrite_with_gradient["input_amax_history"].tolist() == [float(jnp.abs(X).max())] * 3
+
+
+def test_flaxs_train_state_keeps_the_state_of_a_head_that_is_not_used():
+    class Heads(nn.Module):
+        @nn.compact
+        def __call__(self, x, second=True):
+            first, other = jlp.linen.Dense(16, name="a"), jlp.linen.Dense(16, name="b")
+            return first(x) + other(x) if second else first(x)
+
+    model = Heads()
+    with jlp.autocast(RECIPE):
+        variables = jax.jit(model.init)(jax.random.key(0), X)
+        train_state = TrainState.create(apply_fn=model.apply, params=variables, tx=optax.sgd(0.1))
+
+        @functools.partial(jax.jit, static_argnums=1)
+        def step(state, second):
+            gradients = jax.grad(lambda v: jnp.mean((model.apply(v, X, second) - TARGET) ** 2))(state.params)
+            return state.apply_gradients(grads=delayed_scaling.keep_unused(gradients, state.params))
+
+        before = step(step(train_state, True), True)
+        after = step(before, False)
+    before, after = (state.params[OVERWRITE_WITH_GRADIENT] for state in (before, after))
+    assert_same_bytes(after["b"], before["b"])
+    amax = float(jnp.abs(X).max())
+    assert after["a"]["input_amax_history"].tolist() == [amax] * 3 != before["a"]["input_amax_history"].tolist()
 
 
 def test_flaxs_train_state_works_unchanged():

@@ -124,9 +124,9 @@ class TestEncodeScale:
     def scale(self, amax, margin=0, stored=1.0):
         recipe = jlp.DelayedScaling(margin=margin, amax_history_len=2)
         state = delayed_scaling.init_state(recipe)
-        state |= {"input_amax_history": jnp.asarray([amax, 0], jnp.float32)}
-        state |= {"input_scale": jnp.full(1, stored, jnp.float32)}
-        return float(delayed_scaling.encode_scale(recipe, state, "input", 448.0))
+        state |= {"kernel_amax_history": jnp.asarray([amax, 0], jnp.float32)}
+        state |= {"kernel_scale": jnp.full(1, stored, jnp.float32)}
+        return float(delayed_scaling.encode_scale(recipe, state, "kernel", 448.0))
 
     @pytest.mark.parametrize("amax", [1e-37, 2.0**-126, 1.5 * 2.0**-118])
     def test_is_capped_where_its_reciprocal_would_be_subnormal(self, amax):
@@ -135,9 +135,13 @@ class TestEncodeScale:
     def test_of_a_large_amax_and_margin_is_not_zero(self):
         assert self.scale(3e38, margin=20) == 2.0**-126
 
-    @pytest.mark.parametrize("stored", [0.0, np.nan, np.inf, -1.0])
+    @pytest.mark.parametrize("stored", [0.0, np.nan, np.inf])
     def test_of_a_scale_that_is_none_is_one(self, stored):
         assert self.scale(0.0, stored=stored) == 1.0
+
+    @pytest.mark.parametrize(("amax", "stored"), [(-1.0, 1.0), (0.0, -1.0), (2.0, -1.0)])
+    def test_of_a_state_that_something_has_changed_is_none(self, amax, stored):
+        assert np.isnan(self.scale(amax, stored=stored))
 
     def test_elements_beyond_it_saturate(self):
         recipe = jlp.DelayedScaling(amax_history_len=2)
