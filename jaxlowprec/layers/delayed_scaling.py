@@ -9,7 +9,7 @@ combined by max. A layer that gives no new value in a step, because it does not 
 a gradient of zeros, which no new value has: its state stays.
 
 * In an optimizer: `overwrite_with_gradient(optax.adamw(...))`. Flax's `TrainState` overwrites on its own, also by the
-  zeros: give it `keep_unused(gradients, state.params)`.
+  zeros, which the layer's next call takes for an error: give it `keep_unused(gradients, state.params)`.
 * Adding up the gradients of microbatches: `add_gradients(a, b)`.
 * A layer reached more than once through transformations that broadcast its state (`nn.scan`, `nn.remat` twice,
   `jax.lax.scan` over a closure) or through several `apply`: differentiate `combined_by_max(loss)`, or autodiff adds
@@ -125,14 +125,20 @@ def _check_unchanged(who: str, tensor: str, state: Mapping[str, Any]) -> None:
     for name in (f"{tensor}_amax_history", f"{tensor}_scale"):
         leaf = state[name]
         traced = isinstance(leaf, jax.core.Tracer) or not getattr(leaf, "is_fully_addressable", True)
-        if not traced and leaf.dtype == np.float32 and np.any(np.asarray(leaf) < 0):
+        if not traced and leaf.dtype == np.float32 and np.any(_is_changed(np.asarray(leaf), name.endswith("_scale"))):
             raise ValueError(f"{who}: state[{name!r}] is {np.asarray(leaf).tolist()}: {_CHANGED}")
 
 
+def _is_changed(leaf: Any, is_scale: bool) -> Any:
+    """Which numbers no layer makes: below 0, or a scale of 0, which is the gradient where there is no new value."""
+    return (leaf <= 0) if is_scale else (leaf < 0)
+
+
 _CHANGED = (
-    "an amax or a scale below 0 says that a transformation has changed a layer's state, whose gradient is its new "
-    "value; make jaxlowprec.delayed_scaling.overwrite_with_gradient the outermost transformation of the optimizer, "
-    "leave the gradients of states as they are, and start from a state that is intact"
+    "an amax or a scale below 0, or a scale of 0, says that a transformation has changed a layer's state, whose gradient "
+    "is its new value; make jaxlowprec.delayed_scaling.overwrite_with_gradient the outermost transformation of the "
+    "optimizer, or with Flax's TrainState apply keep_unused(gradients, state.params), leave the gradients of states as "
+    "they are, and start from a state that is intact"
 )
 
 
@@ -143,7 +149,7 @@ def encode_scale(recipe: DelayedScaling, state: State, tensor: str, maximum: flo
     """The encode scale of a tensor in this step: maximum * 2^-margin / amax of the history. [], or [E] of experts.
 
     The scale stays unchanged while the amax is zero or not finite. It is NaN, and so is what the layer computes, if the
-    state has a number below 0, see `_CHANGED`; on CPUs the first tensor to be scaled stops the program and says so.
+    state has numbers that no layer makes, see `_CHANGED`; on CPUs the input's stop the program and say so.
 
     Arguments:
         tensor: "input", "kernel" or "output_grad".
@@ -152,7 +158,8 @@ def encode_scale(recipe: DelayedScaling, state: State, tensor: str, maximum: flo
     history = _as_float32(state[f"{tensor}_amax_history"])
     stored = _as_float32(state[f"{tensor}_scale"])[..., 0]
     amax = history[..., 0] if recipe.amax_compute_algo == "most_recent" else history.max(axis=-1)
-    intact = intact_state(jnp.concatenate([history, stored[..., None]], axis=-1), says=tensor == "input")
+    numbers = jnp.concatenate([history, jnp.where(_is_changed(stored, True), -1.0, stored)[..., None]], axis=-1)
+    intact = intact_state(numbers, says=tensor == "input")
     stored = jnp.where((stored > 0) & jnp.isfinite(stored), stored, 1.0)
     known = (amax > 0) & jnp.isfinite(amax)
     scale = jnp.float32(maximum * 2.0**-recipe.margin) / jnp.where(known, amax, 1.0)

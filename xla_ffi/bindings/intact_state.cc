@@ -8,9 +8,10 @@ namespace jaxlowprec {
 namespace {
 
 constexpr const char* kChanged =
-    "DelayedScaling: an amax or a scale below 0 says that a transformation has changed a layer's state, whose gradient is "
-    "its new value; make jaxlowprec.delayed_scaling.overwrite_with_gradient the outermost transformation of the optimizer, "
-    "leave the gradients of states as they are, and start from a state that is intact";
+    "DelayedScaling: an amax or a scale below 0, or a scale of 0, says that a transformation has changed a layer's state, "
+    "whose gradient is its new value; make jaxlowprec.delayed_scaling.overwrite_with_gradient the outermost transformation "
+    "of the optimizer, or with Flax's TrainState apply keep_unused(gradients, state.params), leave the gradients of states "
+    "as they are, and start from a state that is intact";
 
 /// Amaxes and scales, float32 [batch, n] -> 1 for each row, float32 [batch]; a number below 0 is an error. Other platforms
 /// cannot stop a program: they give NaN.
