@@ -135,10 +135,10 @@ def _is_changed(leaf: Any, is_scale: bool) -> Any:
 
 
 _CHANGED = (
-    "an amax or a scale below 0, or a scale of 0, says that a transformation has changed a layer's state, whose gradient "
-    "is its new value; make jaxlowprec.delayed_scaling.overwrite_with_gradient the outermost transformation of the "
-    "optimizer, or with Flax's TrainState apply keep_unused(gradients, state.params), leave the gradients of states as "
-    "they are, and start from a state that is intact"
+    "an amax or a scale below 0, or a scale of 0, says that a transformation has changed a layer's state, whose "
+    "gradient is its new value; make jaxlowprec.delayed_scaling.overwrite_with_gradient the outermost transformation "
+    "of the optimizer, or with Flax's TrainState apply keep_unused(gradients, state.params), leave the gradients of "
+    "states as they are, and start from a state that is intact"
 )
 
 

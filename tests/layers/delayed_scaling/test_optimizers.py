@@ -162,9 +162,7 @@ def test_flaxs_train_state_keeps_the_state_of_a_head_that_is_not_used():
         before = step(step(train_state, True), True)
         after = step(before, False)
         overwritten = step(before, False, lambda gradients, params: gradients)
-        with pytest.raises(
-            jax.errors.JaxRuntimeError, match=r"TrainState apply keep_unused\(gradients, state.params\)"
-        ):
+        with pytest.raises(jax.errors.JaxRuntimeError, match=r"TrainState apply keep_unused\(gradients, "):
             jax.block_until_ready(step(overwritten, True))
     before, after = (state.params[OVERWRITE_WITH_GRADIENT] for state in (before, after))
     assert_same_bytes(after["b"], before["b"])
