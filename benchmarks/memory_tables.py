@@ -28,7 +28,7 @@ def block() -> str:
     parts = []
     for name in recorded_on("block"):
         found = load(name)
-        rows = [("recipe and layers", "units kept", "a block, MiB", "each further block", "ms", "speed")]
+        rows = [("recipe and layers", "units kept", "per block, MiB", "each further block", "ms", "speed")]
         for case in found["cases"]:
             limit = "" if case["target"] is None else f" (at most {case['target']})"
             memory = (f"{count / 2**20:.0f}" for count in case["bytes"].values())

@@ -21,7 +21,7 @@ def traffic() -> str:
     return markdown(rows) + f"\n\n{compiled}, jax {e['versions']['jax']}, commit {e['commit']}."
 
 
-NVLINK, INFINIBAND = 450e9, 50e9  # bytes a second that one H100 sends: NVLink 4, and one 400 Gb/s adapter for each
+NVLINK, INFINIBAND = 450e9, 50e9  # bytes per second that one H100 sends: NVLink 4, and one 400 Gb/s adapter for each
 
 
 def projection() -> str:

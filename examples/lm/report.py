@@ -79,7 +79,7 @@ def picture(results: list[dict], path: pathlib.Path) -> None:
         (drawn,) = top.plot(steps, losses, line, color=color, label=name)
         if name in gaps:
             middle.plot(steps, gaps[name], line, color=drawn.get_color(), label=f"{name} against bf16")
-    top.set_ylabel("training loss (nats a byte)")
+    top.set_ylabel("training loss (nats per byte)")
     top.legend()
     if gaps:
         middle.axhline(0, color="black", linewidth=0.8)

@@ -34,7 +34,7 @@ class Trace:
     loss: np.ndarray
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes a file for `load`, on this machine or another one: 25 KB a layer."""
+        """Writes a file for `load`, on this machine or another one: 25 KB per layer."""
         names = np.array(list(self.layers), dtype=np.str_)
         values = np.stack([*self.layers.values()]) if self.layers else np.zeros((0, len(TENSORS), 2, self.loss.size))
         with pathlib.Path(path).open("wb") as file:

@@ -22,7 +22,7 @@ _SAME_EVERYWHERE = """
 """
 
 # From NVIDIA's data sheets: name, compute capability, multiprocessors; bytes of shared memory of each, of L2 and of all
-# memory; bytes a second, GHz.
+# memory; bytes per second, GHz.
 GPUS = {
     "A100": ("NVIDIA A100-SXM4-80GB", (8, 0), 108, 167936, 40 << 20, 80 << 30, 2039 * 10**9, 1.41),
     "H100": ("NVIDIA H100 80GB HBM3", (9, 0), 132, 233472, 50 << 20, 80 << 30, 3352 * 10**9, 1.98),
