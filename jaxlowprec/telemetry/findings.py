@@ -24,7 +24,9 @@ class Limits:
         sqnr: least of a tensor, in decibels.
         gemm_sqnr: least of a GEMM's result, which has the errors of both operands.
         bias: largest magnitude.
-        worse: decibels by which the SQNR may fall below its median over the run.
+        worse: decibels by which the SQNR may fall below its median over the run. That of a GEMM's result may also be
+            far above what its operands' errors let expect, as of gradients of rank one early in training, where it says
+            nothing of the quantisation: it may fall to as much below that.
         jump: octaves by which the root mean square may change from one record to the next, and stay changed.
     """
 
@@ -95,15 +97,16 @@ def _of_scalars(run: Run) -> Iterator[Finding]:
 
 def _beyond(run: Run, layer: str, tensor: str, limits: Limits) -> Iterator[Finding]:
     """What is beyond its limit, of a tensor or of a GEMM's result."""
-    statistics = run.records[-1].layers[layer][tensor]
     usual = _usual_sqnr(run, layer, tensor)
     for name, (beyond, text) in (_GEMM_CHECKS if tensor in GEMMS else _CHECKS).items():
-        if not beyond(statistics, limits, usual):
-            continue
 
         def is_beyond(record: Record, beyond=beyond) -> bool:
-            there = record.layers.get(layer, {}).get(tensor)
-            return there is not None and beyond(there, limits, usual)
+            tensors = record.layers.get(layer, {})
+            return tensor in tensors and beyond(tensors[tensor], limits, min(usual, _expected(tensors, tensor)))
+
+        if not is_beyond(run.records[-1]):
+            continue
+        statistics = run.records[-1].layers[layer][tensor]
 
         value, since = float(getattr(statistics, name)), _since(run, is_beyond)
         words = text.format(value=value, percent=100 * value, limit=limits, usual=usual)
@@ -123,6 +126,12 @@ def _jump(run: Run, layer: str, tensor: str, limits: Limits) -> Iterator[Finding
             yield Finding(layer, tensor, "rms", seen[-1][1], step, problem, _REMEDIES["jump"])
         return
 
+
+_OPERANDS = {
+    "fprop": ("input rowwise", "weight columnwise"),
+    "dgrad": ("gradient rowwise", "weight rowwise"),
+    "wgrad": ("input columnwise", "gradient columnwise"),
+}
 
 _CHECKS = {
     "nonfinite": (lambda s, limit, usual: s.nonfinite > 0, "{percent:.2g} % of the elements are infinite or NaN"),
@@ -181,6 +190,13 @@ def _usual_sqnr(run: Run, layer: str, tensor: str) -> float:
     """The median over the run; infinite values, of tensors of zeros, left out."""
     values = sorted(v for v in run.series(layer, tensor, "sqnr") if math.isfinite(v))
     return values[len(values) // 2] if values else -math.inf
+
+
+def _expected(tensors: dict[str, Statistics], gemm: str) -> float:
+    """The SQNR of a GEMM's result if the errors of its operands are independent of each other and of the operands;
+    infinite for other tensors, and where no operand was measured."""
+    errors = [float(tensors[name].square_error) for name in _OPERANDS.get(gemm, ()) if name in tensors]
+    return -10 * math.log10(sum(errors)) if sum(errors) > 0 else math.inf
 
 
 def _since(run: Run, beyond) -> int:

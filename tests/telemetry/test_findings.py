@@ -66,6 +66,20 @@ def test_a_gemm_has_a_limit_of_its_own():
     assert found.text.startswith("dgrad of up: the SQNR of the result is 5.2 dB, over the run 10.0 dB since step 20; ")
 
 
+def test_a_gemm_may_fall_to_what_its_operands_errors_let_expect():
+    """Errors of 0.01 in each operand make one of 0.02, 17 dB, unless the product averages them out."""
+    both = {name: statistics(square_error=0.01) for name in ("input columnwise", "gradient columnwise")}
+
+    def layer(error):
+        return {"up": {**both, "wgrad": of_gemm([1, error])}}
+
+    early = [layer(0.0025)] * 3  # 26 dB
+    assert findings(a_run(*early, layer(0.0112))) == []  # 19.5 dB
+    assert findings(a_run(*early, layer(0.0790))) == []  # 11.02 dB, 6 below what is expected
+    (found,) = findings(a_run(*early, layer(0.0800)))
+    assert "the SQNR of the result is 11.0 dB, over the run 26.0 dB since step 30" in found.text
+
+
 def test_what_is_over_is_none():
     assert findings(of_one({}, {"underflow": 0.9}, {})) == []
 
