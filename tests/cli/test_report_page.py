@@ -7,6 +7,7 @@ import pytest
 
 import jaxlowprec as jlp
 from jaxlowprec.ops.statistics.finish import LENGTH, SCALARS
+from jaxlowprec.telemetry.measures import of_gemm
 from jaxlowprec.telemetry.probes import AS_TRAINED, TENSORS
 from jaxlowprec.telemetry.report.page import page
 
@@ -70,6 +71,78 @@ def opened(request, browser, report):
     context.close()
     assert errors == []
     assert [url for url in requests if not url.startswith(("file:", "data:", "blob:"))] == []
+
+
+@pytest.fixture
+def shown(browser, tmp_path):
+    """A function that opens the page of some runs."""
+    pytest.importorskip("vl_convert")
+    contexts = []
+
+    def show(*runs):
+        out = tmp_path / "report.html"
+        out.write_text(page(runs), encoding="utf-8")
+        contexts.append(browser.new_context(viewport={"width": 1200, "height": 800}, offline=True))
+        tab = contexts[-1].new_page()
+        tab.errors = []
+        tab.on("pageerror", lambda error: tab.errors.append(str(error)))
+        tab.goto(out.as_uri())
+        tab.wait_for_selector("#loss svg")
+        return tab
+
+    yield show
+    for context in contexts:
+        context.close()
+
+
+def without_layers(path, losses):
+    """A run that no layer was measured in, as bf16 runs are."""
+    with jlp.telemetry.Recorder(path, every=10, recipe="bf16") as recorder:
+        for step, loss in enumerate(losses):
+            recorder.record(10 * step, {}, loss=loss)
+    return jlp.telemetry.load(path)
+
+
+def test_it_opens_on_a_run_that_has_statistics(shown, tmp_path):
+    plain = without_layers(tmp_path / "bf16/telemetry.jsonl", [2.0] * 8)
+    tab = shown(plain, write_run(tmp_path / "nvfp4/telemetry.jsonl", 1))
+    tab.wait_for_selector("#curves svg")
+    assert tab.input_value("#run") == "nvfp4"
+    assert tab.locator("#run option").all_text_contents() == ["nvfp4"]  # the other has nothing to choose
+    assert all(tab.input_value(f"#{select}") for select in ("tensor", "statistic", "layer"))
+    assert [word for word in words(tab, "heatmap") if word in LAYERS] == LAYERS
+    assert tab.errors == []
+
+
+def test_it_opens_on_a_tensor_that_has_the_statistic(shown, tmp_path):
+    run = write_run(tmp_path / "nvfp4/telemetry.jsonl", 1)
+    for record in run.records:
+        for name, tensors in record.layers.items():
+            record.layers[name] = {"fprop": of_gemm([1, 0.01]), **tensors}  # a GEMM has no underflow
+    tab = shown(run)
+    assert (tab.input_value("#statistic"), tab.input_value("#tensor")) == ("underflow", TENSORS[0])
+    assert "fprop" not in tab.locator("#tensor option").all_text_contents()
+    tab.select_option("#statistic", "sqnr")
+    assert "fprop" in tab.locator("#tensor option").all_text_contents()
+
+
+def test_runs_without_statistics_have_no_empty_controls(shown, tmp_path):
+    tab = shown(without_layers(tmp_path / "bf16/telemetry.jsonl", [2.0] * 8))
+    assert not tab.locator("#every-layer").is_visible() and not tab.locator("#one-layer").is_visible()
+    assert tab.errors == []
+
+
+def test_the_gap_of_few_records_is_no_flat_line(shown, tmp_path):
+    runs = [
+        without_layers(tmp_path / name / "telemetry.jsonl", losses)
+        for name, losses in (("bf16", [2.0] * 6), ("nvfp4", [2.0, 2.2, 2.1, 2.3, 2.0, 2.4]))
+    ]
+    tab = shown(*runs)
+    tab.wait_for_selector("#gap svg")
+    path = tab.locator("#gap svg .mark-line path").first.get_attribute("d")
+    heights = {point.split(",")[1] for point in path.replace("M", "L").split("L") if "," in point}
+    assert len(heights) >= 5
+    assert "mean of" not in " ".join(words(tab, "gap"))
 
 
 def words(tab, chart):

@@ -43,12 +43,15 @@ function losses() {
   const gaps = rows.filter((r) => r.run !== data.runs[0].name && r.loss !== null && first.get(r.step))
     .map((r) => ({ ...r, gap: r.loss / first.get(r.step) - 1 }));
   if (!gaps.length) return;
+  // A mean of a few records on each side; of few records in all it would be one flat line.
+  const around = Math.min(5, Math.floor(first.size / 16)), few = first.size <= 40;
+  const title = around ? [`gap to ${data.runs[0].name}`, `mean of ${2 * around + 1} records`] : `gap to ${data.runs[0].name}`;
   draw("gap", (width) => ({
-    width, autosize: fit, height: 140, data: { values: gaps }, mark: { type: "line", tooltip: true },
-    transform: [{ window: [{ op: "mean", field: "gap", as: "gap" }], frame: [-5, 5], sort: [{ field: "step" }], groupby: ["run"] }],
+    width, autosize: fit, height: 140, data: { values: gaps }, mark: { type: "line", point: few, tooltip: true },
+    transform: [{ window: [{ op: "mean", field: "gap", as: "gap" }], frame: [-around, around], sort: [{ field: "step" }], groupby: ["run"] }],
     encoding: { x: { field: "step", type: "quantitative" }, color: colour,
       strokeDash: { condition: { test: "datum.run === " + JSON.stringify(data.noise_floor), value: [4, 4] }, value: [1, 0] },
-      y: { field: "gap", type: "quantitative", axis: { format: "+.1%" }, title: ["gap to " + data.runs[0].name, "mean of 11 records"] } },
+      y: { field: "gap", type: "quantitative", axis: { format: "+.1%" }, title } },
   }));
 }
 
@@ -97,23 +100,34 @@ function layer() {
   }
 }
 
+// Offers what there are numbers of: the statistics of the run, and the tensors and layers that have the chosen one.
 function choices() {
-  const r = run(), layers = Object.keys(r.layers);
-  fill("tensor", [...new Set(layers.flatMap((l) => Object.keys(r.layers[l])))]);
-  fill("layer", layers);
+  const layers = Object.entries(run().layers);
+  const has = (values) => (values || []).some((v) => v !== null);
+  const there = Object.keys(data.statistics).filter((s) => layers.some(([, tensors]) => Object.values(tensors).some((t) => has(t[s]))));
+  fill("statistic", there, (s) => data.statistics[s]);
+  fill("tensor", [...new Set(layers.flatMap(([, tensors]) => Object.keys(tensors).filter((t) => has(tensors[t][chosen("statistic")]))))]);
+  fill("layer", layers.map(([name]) => name));
 }
 
-function everything() {
-  losses();
+function statistics() {
+  if (!measured.length) return;
   choices();
   heatmap();
   layer();
 }
 
-fill("run", data.runs.map((r) => r.name));
-fill("statistic", Object.keys(data.statistics), (s) => data.statistics[s]);
-document.getElementById("run").addEventListener("change", () => { choices(); heatmap(); layer(); });
-for (const id of ["tensor", "statistic"]) document.getElementById(id).addEventListener("change", heatmap);
+function everything() {
+  losses();
+  statistics();
+}
+
+const measured = data.runs.filter((r) => Object.keys(r.layers).length);
+for (const id of ["every-layer", "one-layer"]) document.getElementById(id).hidden = !measured.length;
+fill("run", measured.map((r) => r.name));
+document.getElementById("run").addEventListener("change", statistics);
+document.getElementById("statistic").addEventListener("change", () => { choices(); heatmap(); });
+document.getElementById("tensor").addEventListener("change", heatmap);
 document.getElementById("layer").addEventListener("change", layer);
 dark.addEventListener("change", everything);
 let resized;
