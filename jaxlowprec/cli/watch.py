@@ -9,12 +9,14 @@ import sys
 import time
 from typing import Any
 
+import numpy as np
+
 from jaxlowprec.checkpoints.errors import CheckpointError
 from jaxlowprec.cli.report import add_limits, limits_of, loaded
 from jaxlowprec.cli.streams import as_json, emit, printable
 from jaxlowprec.recipes.roles import GEMMS
 from jaxlowprec.telemetry.findings import Limits, findings
-from jaxlowprec.telemetry.recording import Run
+from jaxlowprec.telemetry.recording import Following, Run
 
 _COLUMNS = ("underflow", "saturation", "floor", "sqnr", "bias")
 
@@ -49,9 +51,10 @@ def run(options: argparse.Namespace) -> int:
         from rich.live import Live
     except ImportError:
         raise CheckpointError("watch: needs rich; pip install 'jaxlowprec[report]', or use --once") from None
+    following = Following(options.run_path)
     with Live(refresh_per_second=4) as live:
         while True:
-            live.update(Group(*_shown(loaded(options.run_path), limits, options.layers)))
+            live.update(Group(*_shown(loaded(options.run_path, following), limits, options.layers)))
             time.sleep(options.every)
 
 
@@ -59,15 +62,12 @@ def worst(run: Run, count: int) -> list[tuple[str, str, Any, float]]:
     """Layer, tensor, statistics and the change of the SQNR over the run, of the tensors with the least SQNR."""
     if not run.records:
         return []
-    tensors = [
-        (layer, tensor, statistics)
-        for layer, by_tensor in run.records[-1].layers.items()
-        for tensor, statistics in by_tensor.items()
-        if ", " not in tensor and tensor not in GEMMS
-    ]
-    tensors.sort(key=lambda found: float(found[2].sqnr))
+    last = run.records[-1]
+    names = [name for name in last.names if ", " not in name[1] and name[1] not in GEMMS]
     chosen = []
-    for layer, tensor, statistics in tensors[:count]:
+    for i in np.argsort(last.of(names).sqnr, kind="stable")[:count]:
+        layer, tensor = names[i]
+        statistics = last.layers[layer][tensor]
         series = [v for v in run.series(layer, tensor, "sqnr") if math.isfinite(v)]
         chosen.append((layer, tensor, statistics, series[-1] - series[0] if series else 0.0))
     return chosen

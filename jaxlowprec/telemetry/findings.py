@@ -5,11 +5,16 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+
+import numpy as np
 
 from jaxlowprec.recipes.roles import GEMMS
 from jaxlowprec.telemetry.measures import Statistics
 from jaxlowprec.telemetry.recording import Record, Run
+
+Names = list[tuple[str, str]]  # layers and tensors
+Checks = Mapping[str, tuple[Callable[[Statistics, "Limits", np.ndarray], np.ndarray], str]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,12 +84,11 @@ def findings(run: Run, limits: Limits | None = None) -> list[Finding]:
     if not run.records:
         return []
     found = list(_of_scalars(run))
-    latest = run.records[-1]
-    for layer, tensors in latest.layers.items():
-        for tensor in tensors:
-            if ", " not in tensor:
-                found += _beyond(run, layer, tensor, limits)
-                found += _jump(run, layer, tensor, limits)
+    for gemms, checks in ((False, _CHECKS), (True, _GEMM_CHECKS)):
+        names = [name for name in run.records[-1].names if ", " not in name[1] and (name[1] in GEMMS) == gemms]
+        if names:
+            found += _beyond(run, names, checks, limits)
+            found += _jumps(run, names, limits)
     return sorted(found, key=lambda f: (-f.severity, f.since, f.layer, f.tensor))
 
 
@@ -95,35 +99,58 @@ def _of_scalars(run: Run) -> Iterator[Finding]:
             yield Finding("", "", name, value, since, f"{name} is {value}")
 
 
-def _beyond(run: Run, layer: str, tensor: str, limits: Limits) -> Iterator[Finding]:
-    """What is beyond its limit, of a tensor or of a GEMM's result."""
-    usual = _usual_sqnr(run, layer, tensor)
-    for name, (beyond, text) in (_GEMM_CHECKS if tensor in GEMMS else _CHECKS).items():
-
-        def is_beyond(record: Record, beyond=beyond) -> bool:
-            tensors = record.layers.get(layer, {})
-            return tensor in tensors and beyond(tensors[tensor], limits, min(usual, _expected(tensors, tensor)))
-
-        if not is_beyond(run.records[-1]):
-            continue
-        statistics = run.records[-1].layers[layer][tensor]
-
-        value, since = float(getattr(statistics, name)), _since(run, is_beyond)
-        words = text.format(value=value, percent=100 * value, limit=limits, usual=usual)
-        remedy = _remedy(name, tensor, run.records[-1].layers[layer])
-        yield Finding(layer, tensor, name, value, since, words, remedy)
+def _beyond(run: Run, names: Names, checks: Checks, limits: Limits) -> Iterator[Finding]:
+    """What is beyond its limit, of tensors or of GEMMs' results."""
+    seen = [record.of(names) for record in run.records]
+    usual = _usual(np.array([statistics.sqnr for statistics in seen]))
+    expected = [_expected(record, names) for record in run.records]
+    for statistic, (check, text) in checks.items():
+        beyond = np.array([check(s, limits, np.minimum(usual, e)) for s, e in zip(seen, expected, strict=True)])
+        values = getattr(seen[-1], statistic)
+        for i in np.flatnonzero(beyond[-1]):
+            layer, tensor = names[i]
+            within = np.flatnonzero(~beyond[:, i])
+            since = run.records[within[-1] + 1 if within.size else 0].step
+            words = text.format(value=values[i], percent=100 * values[i], limit=limits, usual=usual[i])
+            remedy = _remedy(statistic, tensor, run.records[-1].layers[layer])
+            yield Finding(layer, tensor, statistic, float(values[i]), since, words, remedy)
 
 
-def _jump(run: Run, layer: str, tensor: str, limits: Limits) -> Iterator[Finding]:
+def _usual(sqnr: np.ndarray) -> np.ndarray:
+    """The median of each column, [records, tensors] -> [tensors]; infinite values, of tensors of zeros, left out."""
+    finite = np.isfinite(sqnr)
+    ascending = np.sort(np.where(finite, sqnr, np.inf), axis=0)
+    middle = ascending[finite.sum(axis=0) // 2 % len(sqnr), np.arange(sqnr.shape[1])]
+    return np.where(finite.any(axis=0), middle, -np.inf)
+
+
+def _expected(record: Record, names: Names) -> np.ndarray:
+    """The SQNR of GEMMs' results if the errors of their operands are independent of each other and of the operands;
+    infinite for other tensors, and where no operand was measured."""
+    errors = np.zeros(len(names))
+    for i in (0, 1):
+        operands = [(layer, _OPERANDS[tensor][i] if tensor in _OPERANDS else "") for layer, tensor in names]
+        errors += np.nan_to_num(record.of(operands).square_error)
+    return np.where(errors > 0, -10 * np.log10(np.where(errors > 0, errors, 1)), np.inf)
+
+
+def _jumps(run: Run, names: Names, limits: Limits) -> Iterator[Finding]:
     """The latest change of a tensor's magnitude by orders of magnitude, if it lasts."""
-    seen = [(step, v) for step, v in zip(run.steps, run.series(layer, tensor, "rms"), strict=True) if v > 0]
+    rms = np.array([record.of(names).rms for record in run.records])
+    least, most = (np.where(rms > 0, rms, other) for other in (np.inf, 0.0))
+    for i in np.flatnonzero(most.max(axis=0) >= 2.0**limits.jump * least.min(axis=0)):
+        yield from _jump(names[i], [(s, v) for s, v in zip(run.steps, rms[:, i], strict=True) if v > 0], limits)
+
+
+def _jump(name: tuple[str, str], seen: list[tuple[int, float]], limits: Limits) -> Iterator[Finding]:
+    """The same of one tensor, from its steps and root mean squares."""
     for (_, before), (step, after) in reversed(list(itertools.pairwise(seen))):
         if abs(math.log2(after / before)) < limits.jump:
             continue
         if min(abs(math.log2(seen[-1][1] / usual)) for usual in (before, seen[0][1])) >= limits.jump:
             change = f"{'fell' if after < before else 'rose'} by 2^{abs(math.log2(after / before)):.0f}"
             problem = f"its root mean square {change}, to {after:.2g},"
-            yield Finding(layer, tensor, "rms", seen[-1][1], step, problem, _REMEDIES["jump"])
+            yield Finding(*name, "rms", float(seen[-1][1]), step, problem, _REMEDIES["jump"])
         return
 
 
@@ -133,7 +160,7 @@ _OPERANDS = {
     "wgrad": ("input columnwise", "gradient columnwise"),
 }
 
-_CHECKS = {
+_CHECKS: Checks = {
     "nonfinite": (lambda s, limit, usual: s.nonfinite > 0, "{percent:.2g} % of the elements are infinite or NaN"),
     "poisoned": (
         lambda s, limit, usual: s.poisoned > 0,
@@ -143,15 +170,15 @@ _CHECKS = {
     "saturation": (lambda s, limit, usual: s.saturation > limit.saturation, "{percent:.0f} % are cut off"),
     "floor": (lambda s, limit, usual: s.floor > limit.floor, "{percent:.0f} % of the blocks have the smallest scale"),
     "sqnr": (
-        lambda s, limit, usual: s.sqnr < limit.sqnr or s.sqnr < usual - limit.worse,
+        lambda s, limit, usual: (s.sqnr < limit.sqnr) | (s.sqnr < usual - limit.worse),
         "the SQNR is {value:.1f} dB, over the run {usual:.1f} dB",
     ),
     "bias": (lambda s, limit, usual: abs(s.bias) > limit.bias, "rounding shifts the sum by {percent:.0f} %"),
 }
 
-_GEMM_CHECKS = {
+_GEMM_CHECKS: Checks = {
     "sqnr": (
-        lambda s, limit, usual: s.sqnr < limit.gemm_sqnr or s.sqnr < usual - limit.worse,
+        lambda s, limit, usual: (s.sqnr < limit.gemm_sqnr) | (s.sqnr < usual - limit.worse),
         "the SQNR of the result is {value:.1f} dB, over the run {usual:.1f} dB",
     ),
 }
@@ -184,19 +211,6 @@ def _remedy(statistic: str, tensor: str, tensors: dict[str, Statistics]) -> str:
         becomes = f"{helps[label]:.1f} dB" if statistic == "sqnr" else f"{100 * helps[label]:.0f} %"
         return f"{label} would bring it to {becomes}"
     return _REMEDIES[statistic]
-
-
-def _usual_sqnr(run: Run, layer: str, tensor: str) -> float:
-    """The median over the run; infinite values, of tensors of zeros, left out."""
-    values = sorted(v for v in run.series(layer, tensor, "sqnr") if math.isfinite(v))
-    return values[len(values) // 2] if values else -math.inf
-
-
-def _expected(tensors: dict[str, Statistics], gemm: str) -> float:
-    """The SQNR of a GEMM's result if the errors of its operands are independent of each other and of the operands;
-    infinite for other tensors, and where no operand was measured."""
-    errors = [float(tensors[name].square_error) for name in _OPERANDS.get(gemm, ()) if name in tensors]
-    return -10 * math.log10(sum(errors)) if sum(errors) > 0 else math.inf
 
 
 def _since(run: Run, beyond) -> int:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import fcntl
+import functools
 import json
 import math
 import os
@@ -144,6 +145,29 @@ class Record:
     layers: dict[str, dict[str, Statistics]]
     changed: dict[str, float] = dataclasses.field(default_factory=dict)
 
+    @functools.cached_property
+    def names(self) -> list[tuple[str, str]]:
+        """Layer and tensor of each of its statistics."""
+        return [(layer, tensor) for layer, tensors in self.layers.items() for tensor in tensors]
+
+    @functools.cached_property
+    def _table(self) -> np.ndarray:
+        rows = [self.layers[layer][tensor].values for layer, tensor in self.names]
+        return np.stack(rows) if rows else np.zeros((0, LENGTH))
+
+    def of(self, names: list[tuple[str, str]]) -> Statistics:
+        """Those of many tensors at once, float64 [len(names), LENGTH]; NaN of those that were not measured."""
+        if names == self.names:
+            return Statistics(self._table)
+        place = {name: i for i, name in enumerate(self.names)}
+        chosen = np.array([place.get(name, len(place)) for name in names], np.intp)
+        return Statistics(np.vstack([self._table, np.full((1, LENGTH), np.nan)])[chosen])
+
+    def changes(self, names: list[tuple[str, str]]) -> np.ndarray:
+        """`changed` of many tensors, float64 [len(names)]; NaN of those that are no weights."""
+        shares = [self.changed.get(layer, math.nan) if tensor in _WEIGHTS else math.nan for layer, tensor in names]
+        return np.array(shares, np.float64)
+
     def flat(self) -> dict[str, float]:
         """All numbers under stable names, for TensorBoard, Weights & Biases and their like: `up/input rowwise/sqnr`."""
         found = dict(self.scalars)
@@ -177,7 +201,7 @@ class Run:
 
         def at(record: Record) -> float:
             if statistic == "changed":
-                return record.changed.get(layer, math.nan) if tensor in _WEIGHTS else math.nan
+                return float(record.changes([(layer, tensor)])[0])
             found = record.layers.get(layer, {}).get(tensor)
             return math.nan if found is None else float(getattr(found, statistic))
 
@@ -213,17 +237,51 @@ def load(path: str | os.PathLike[str]) -> Run:
         FileNotFoundError: there is none.
         ValueError: it is no run's record, or one of a later version.
     """
-    file = pathlib.Path(path)
-    file = file / "telemetry.jsonl" if file.is_dir() else file
-    if file.exists() and not file.is_file():  # reading a pipe would wait for its writer
-        raise _no_record(file)
-    lines = _whole_lines(file.read_bytes())
-    about = _about(next(lines, b""), file)
-    records = {}
-    for number, line in enumerate(lines, 2):
-        record = _record(line, f"{file}:{number}")
-        records[record.step] = record
-    return Run(file, about, [records[step] for step in sorted(records)])
+    return Following(path).run()
+
+
+class Following:
+    """Reads a run's record again and again while it is written: each time what is new in it.
+
+    Arguments:
+        path: see `load`.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]):
+        file = pathlib.Path(path)
+        self._path = file / "telemetry.jsonl" if file.is_dir() else file
+        self._begin()
+
+    def _begin(self) -> None:
+        self._read, self._lines, self._file = 0, 0, None
+        self._about: dict[str, Any] | None = None
+        self._records: dict[int, Record] = {}
+
+    def run(self) -> Run:
+        """The run, as far as it is written. Raises as `load` does."""
+        if self._path.exists() and not self._path.is_file():  # reading a pipe would wait for its writer
+            raise _no_record(self._path)
+        with self._path.open("rb") as file:
+            found = os.fstat(file.fileno())
+            if (found.st_dev, found.st_ino) != self._file or found.st_size < self._read:  # another file, or a new start
+                self._begin()
+                self._file = found.st_dev, found.st_ino
+            file.seek(self._read)
+            content = file.read()
+        for line in _whole_lines(content):
+            self._take(line)
+        self._read += content.rfind(b"\n") + 1
+        if self._about is None:
+            raise _no_record(self._path)
+        return Run(self._path, self._about, [self._records[step] for step in sorted(self._records)])
+
+    def _take(self, line: bytes) -> None:
+        self._lines += 1
+        if self._about is None:
+            self._about = _about(line, self._path)
+            return
+        record = _record(line, f"{self._path}:{self._lines}")
+        self._records[record.step] = record
 
 
 def _continued(file: int, path: pathlib.Path) -> int:

@@ -80,6 +80,34 @@ def test_a_gemm_may_fall_to_what_its_operands_errors_let_expect():
     assert "the SQNR of the result is 11.0 dB, over the run 26.0 dB since step 30" in found.text
 
 
+def test_layers_have_the_findings_that_each_has_alone():
+    rng = np.random.default_rng(48)
+    names = ["input columnwise", "gradient columnwise", "wgrad", "input columnwise, mxfp8"]
+
+    def made(name):
+        if name == "wgrad":
+            return of_gemm([1, rng.choice([0, 0.002, 0.3, np.nan])])
+        share = rng.choice([0.0, 0.001, 0.5], 6)
+        numbers = dict(
+            zip(("underflow", "saturation", "nonfinite", "floor", "bias", "square_error"), share, strict=True)
+        )
+        return statistics(**numbers, rms=float(rng.choice([0, 1e-6, 1, 1e6])))
+
+    layers = [
+        {
+            f"blocks/{i}": {name: made(name) for name in names if rng.random() < 0.8}
+            for i in range(40)
+            if rng.random() < 0.9
+        }
+        for _ in range(6)
+    ]
+    together, alone = findings(a_run(*layers)), []
+    for layer in layers[-1]:
+        alone += findings(a_run(*({layer: found[layer]} if layer in found else {} for found in layers)))
+    assert sorted(map(repr, together)) == sorted(map(repr, alone))
+    assert {f.statistic for f in alone} >= {"underflow", "saturation", "nonfinite", "floor", "bias", "sqnr", "rms"}
+
+
 def test_what_is_over_is_none():
     assert findings(of_one({}, {"underflow": 0.9}, {})) == []
 

@@ -1,5 +1,6 @@
 """A run's record: whole lines whatever happens, and the numbers that were measured."""
 
+import itertools
 import json
 import math
 import os
@@ -16,6 +17,7 @@ import pytest
 
 import jaxlowprec as jlp
 from jaxlowprec.ops.statistics.finish import LENGTH
+from jaxlowprec.telemetry import recording
 from jaxlowprec.telemetry.probes import AS_TRAINED
 from tests.helpers import python_environment
 from tests.package.test_readme import ROOT
@@ -244,3 +246,33 @@ class TestOtherFiles:
         monkeypatch.setitem(sys.modules, "pyarrow", None)
         with pytest.raises(ImportError, match=r"needs pyarrow; pip install 'jaxlowprec\[parquet\]'"):
             run.to_parquet(tmp_path / "t.parquet")
+
+
+class TestFollowing:
+    def test_each_line_is_read_once_while_the_file_grows(self, tmp_path, monkeypatch):
+        content = recorded(tmp_path / "whole.jsonl", range(6)).read_bytes()
+        path, seen, read_one = tmp_path / "growing.jsonl", [], recording._record
+        monkeypatch.setattr(recording, "_record", lambda line, where: seen.append(where) or read_one(line, where))
+        ends = [content.index(b"\n") + 1, *range(len(content) // 7, len(content), len(content) // 7), len(content)]
+        path.write_bytes(content[: ends[0]])
+        following = recording.Following(path)
+        for begin, end in itertools.pairwise(sorted(ends)):
+            with path.open("ab") as file:
+                file.write(content[begin:end])
+            assert following.run().steps == list(range(content[:end].count(b"\n") - 1))
+        assert seen == [f"{path}:{number}" for number in range(2, 8)]
+        whole = jlp.telemetry.load(path)
+        assert [record.flat() for record in following.run().records] == [record.flat() for record in whole.records]
+
+    @pytest.mark.parametrize("how", ["replaced", "written anew"])
+    def test_another_file_is_read_from_its_beginning(self, tmp_path, how):
+        path = recorded(tmp_path / "run.jsonl", range(4), recipe="nvfp4")
+        following = recording.Following(path)
+        assert following.run().steps == [0, 1, 2, 3]
+        other = recorded(tmp_path / "other.jsonl", [7], recipe="mxfp8")
+        if how == "replaced":
+            other.replace(path)
+        else:
+            path.write_bytes(other.read_bytes())
+        run = following.run()
+        assert (run.steps, run.about) == ([7], {"recipe": "mxfp8"})

@@ -14,6 +14,8 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from jaxlowprec.recipes.roles import GEMMS
 from jaxlowprec.telemetry.findings import Finding, Limits, findings
 from jaxlowprec.telemetry.recording import Run
@@ -88,10 +90,19 @@ def _names(runs: Sequence[Run]) -> list[str]:
 
 def _of_run(name: str, run: Run) -> dict[str, Any]:
     """What the script draws from: for each layer and tensor a list of numbers by statistic, one a step."""
-    layers: dict[str, dict[str, dict[str, list[float | None]]]] = {}
-    for layer in sorted({layer for record in run.records for layer in record.layers}, key=_natural):
-        tensors = dict.fromkeys(t for record in run.records for t in record.layers.get(layer, {}))
-        layers[layer] = {t: _of_tensor(run, layer, t) for t in tensors}
+    tensors: dict[str, dict[str, Any]] = {}
+    for layer, tensor in (name for record in run.records for name in record.names):
+        tensors.setdefault(layer, {})[tensor] = {}
+    layers = {layer: tensors[layer] for layer in sorted(tensors, key=_natural)}
+    names = [(layer, tensor) for layer, found in layers.items() for tensor in found]
+    for statistic in STATISTICS:
+        series = [
+            record.changes(names) if statistic == "changed" else getattr(record.of(names), statistic)
+            for record in run.records
+        ]
+        for (layer, tensor), values in zip(names, np.transpose(series), strict=False):
+            if not np.isnan(values).all():
+                layers[layer][tensor][statistic] = _numbers(values)
     last = run.records[-1].layers if run.records else {}
     distributions = {
         layer: {
@@ -109,12 +120,6 @@ def _of_run(name: str, run: Run) -> dict[str, Any]:
         "layers": layers,
         "distributions": distributions,
     }
-
-
-def _of_tensor(run: Run, layer: str, tensor: str) -> dict[str, list[float | None]]:
-    """Its statistics at each step, those that it has."""
-    series = {name: run.series(layer, tensor, name) for name in STATISTICS}
-    return {name: _numbers(values) for name, values in series.items() if not all(map(math.isnan, values))}
 
 
 def _natural(name: str) -> list[tuple[int, str]]:
