@@ -40,6 +40,7 @@ class _Conversion:
     left: dict[str, str] = dataclasses.field(default_factory=dict, compare=False)
 
 
+_BEFORE = "_before_conversion"  # the name of a converted class's attribute: the class of the module as it was
 _in_force = jax.make_user_context(None)
 """The conversion whose module is being called. As part of jit's cache key, it keeps apart what `nn.jit` has traced with
 and without it."""
@@ -60,7 +61,8 @@ def convert(module: Any, rules: Recipe | None = FROM_CONTEXT) -> Any:
             (`jaxlowprec.autocast`) in each call. Layers of this library with a recipe of their own keep that.
 
     Returns:
-        A module with the same fields, of a subclass of its class. Layers follow the rules while a method of it runs;
+        A module with the same fields, of a subclass of its class; of a module that was converted before, with these
+        rules in place of the earlier ones. Layers follow the rules while a method of it runs;
         a submodule that is taken out of `bind` and called by itself is Flax's.
 
     Raises:
@@ -83,15 +85,15 @@ def convert(module: Any, rules: Recipe | None = FROM_CONTEXT) -> Any:
     if not isinstance(module, nn.Module):
         raise TypeError(f"{_WHO}: module={shown(module)}; needs a Linen module, made of its class")
     resolve(_WHO, rules)
-    if rules is None:
-        return module
     if module.parent is not None:
         raise ValueError(
             f"{_WHO}: this {type(module).__name__} is bound or inside another module; convert the whole model, where "
             "it is made"
         )
-    kind: Any = type(module)
+    kind: Any = getattr(type(module), _BEFORE, type(module))
     values = {f.name: getattr(module, f.name) for f in dataclasses.fields(module) if f.init and f.name != "parent"}
+    if rules is None:
+        return module if kind is type(module) else kind(**values)
     if kind in _OURS and not _reason(module):
         return _OURS[kind](**values, recipe=rules)
     return _converted(kind, rules)(**values)
@@ -106,7 +108,7 @@ def _converted(module: Any, rules: Any) -> Any:
     for name, method in inspect.getmembers_static(module, inspect.isfunction):
         if name == "__call__" or not (name in flaxs or name.startswith("__")):
             methods[name] = _under(conversion, method)
-    return type(module.__name__, (module,), methods | {"__module__": module.__module__})
+    return type(module.__name__, (module,), methods | {"__module__": module.__module__, _BEFORE: module})
 
 
 def _under(conversion: _Conversion, method: Callable[..., Any]) -> Callable[..., Any]:

@@ -21,7 +21,8 @@ def convert(model: Any, rules: Recipe | None = FROM_CONTEXT) -> Any:
 
     The layers are changed in place: they stay the same objects with the same variables and attributes, so optimizers,
     checkpoints and shardings see no difference. Each is named by its path in the model, such as "blocks/0/up". A layer
-    of this library that is there already gets a name, and a recipe, unless it has its own.
+    of this library that is there already gets a name, and a recipe, unless it was made with its own. Converting again
+    gives the layers other rules, None among them. If a layer is refused, none is changed.
 
     Flax's own stay layers that the rules keep in high precision, instances of your own subclasses, and layers with a
     `dot_general=`, `dot_general_cls=` or `einsum_op=` of their own; a warning names the latter two.
@@ -49,9 +50,7 @@ def convert(model: Any, rules: Recipe | None = FROM_CONTEXT) -> Any:
     """
     _check_model(_WHO, model)
     recipe = resolve(_WHO, rules)
-    if rules is None:
-        return model
-    names, followed, left = [], [], []
+    names, followed, left, changes = [], [], [], []
     kinds: Any = (_Quantizing, *_OURS)
     layer: Any
     for path, layer in list(nnx.iter_modules(model)):
@@ -64,15 +63,19 @@ def convert(model: Any, rules: Recipe | None = FROM_CONTEXT) -> Any:
             left.append(f"{name!r} ({reason})")
             continue
         own = rules if rules is FROM_CONTEXT or recipe is None else recipe.at(name)
-        if own is None:
-            continue
-        followed.append(name)
-        if ours:
-            _rename(layer, own, name)
+        if own is not None:
+            followed.append(name)
+        if own is not None or (ours and layer.converted):
+            changes.append((layer, own, name))
+    for layer, own, name in changes:
+        if isinstance(layer, _Quantizing):
+            _again(layer, own, name)
         else:
             layer.__class__ = _OURS[type(layer)]
             layer._set_up(own, name, None)
-    silence.warn_once(_WHO, rules, _complaints(rules, names, followed, left), depth=1)
+            layer.converted = True
+    if rules is not None:
+        silence.warn_once(_WHO, rules, _complaints(rules, names, followed, left), depth=1)
     return model
 
 
@@ -84,12 +87,13 @@ def reason_to_stay(layer: Any) -> str:
     return f"{product}= is set" if product else ""
 
 
-def _rename(layer: Any, recipe: Any, name: str) -> None:
-    """Gives a layer of this library what it lacks."""
+def _again(layer: Any, recipe: Any, name: str) -> None:
+    """Gives a layer of this library what it lacks, or what an earlier conversion gave it."""
     layer.name = layer.name or name
-    if layer.recipe is FROM_CONTEXT and recipe is not FROM_CONTEXT:
-        layer.recipe = recipe
-        layer._add_state(recipe.delayed)
+    if layer.converted or (layer.recipe is FROM_CONTEXT and recipe is not FROM_CONTEXT):
+        before, layer.recipe, layer.converted = layer.recipe, recipe, True
+        if recipe != before:
+            layer._set_state()
 
 
 def _complaints(rules: Any, names: list[str], followed: list[str], left: list[str]) -> list[str]:

@@ -74,6 +74,7 @@ class _Quantizing(nnx.Module):
     name: str
     sr: nnx.RngStream | None
     quantized: Quantized | None
+    converted: bool = False  # whether `convert` gave the recipe, so that it may give another one
     _module_type: ModuleType = "linear"
 
     def _set_up(self, recipe: Any, name: str, rngs: nnx.Rngs | None) -> None:
@@ -82,8 +83,12 @@ class _Quantizing(nnx.Module):
         self.recipe, self.name = recipe, name
         self.sr = nnx.data(rngs["sr"].fork() if rngs is not None and "sr" in rngs else None)
         self.quantized = nnx.data(None)
-        own = current_recipe() if recipe is FROM_CONTEXT else recipe
-        own = own.at(name) if own is not None and name else own
+        self._set_state()
+
+    def _set_state(self) -> None:
+        """Adds the state that the layer's recipe, or now the context's, needs; removes one that it does not."""
+        own = current_recipe() if self.recipe is FROM_CONTEXT else self.recipe
+        own = own.at(self.name) if own is not None and self.name else own
         self._add_state(None if own is None else own.delayed)
 
     def _add_state(self, recipe: DelayedScaling | None) -> None:

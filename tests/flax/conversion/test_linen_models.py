@@ -186,6 +186,14 @@ def test_a_single_layer_becomes_the_librarys():
     assert jlp.linen.convert(nn.Dense(8, use_bias=False), RECIPE) == jlp.linen.Dense(8, use_bias=False, recipe=RECIPE)
 
 
+def test_converting_again_gives_other_rules():
+    mxfp8 = jlp.MXFP8BlockScaling()
+    once = jlp.linen.convert(Model(), RECIPE)
+    assert jlp.linen.convert(once, mxfp8) == jlp.linen.convert(Model(), mxfp8) != once
+    assert jlp.linen.convert(once, RECIPE) == once
+    assert jlp.linen.convert(once, None) == Model()
+
+
 class TestDelayedScaling:
     @pytest.mark.slow
     def test_a_step_is_as_with_the_librarys_layers(self):

@@ -204,3 +204,50 @@ class TestDelayedScaling:
 
         new = nnx.jit(nnx.grad(loss))(layers)["_overwrite_with_gradient"]["kernel_amax_history"][...]
         assert_same_bytes(new[:, 0], jnp.abs(layers.kernel[...]).max((1, 2)))
+
+
+class TestAgain:
+    """Converting a model that was converted before."""
+
+    def test_gives_other_rules(self):
+        model, mxfp8 = jlp.nnx.convert(Model(nnx.Rngs(0)), RECIPE), jlp.MXFP8BlockScaling()
+        expected = jlp.nnx.convert(Model(nnx.Rngs(0)), mxfp8)
+        again = jlp.nnx.convert(model, mxfp8)
+        assert again is model and {layer.recipe for layer in ours_in(model).values()} == {mxfp8}
+        assert_same_bytes(nnx.jit(lambda m: m(X))(again), nnx.jit(lambda m: m(X))(expected))
+        jlp.nnx.convert(model, None)
+        assert {layer.recipe for layer in ours_in(model).values()} == {None}
+        plain = Model(nnx.Rngs(0))
+        assert_same_bytes(nnx.jit(lambda m: m(X))(model), nnx.jit(lambda m: m(X))(plain))
+
+    def test_layers_that_the_new_rules_leave_out_are_in_high_precision(self):
+        model = jlp.nnx.convert(abstract(), RECIPE)
+        rules = jlp.PerLayer(((".*blocks.*", None),), default=RECIPE)
+        jlp.nnx.convert(model, rules)
+        in_high = {path for path, layer in ours_in(model).items() if layer.recipe is None}
+        assert in_high == {"blocks/0/up", "blocks/1/up"}
+
+    def test_layers_that_were_made_with_a_recipe_keep_it(self):
+        layer = jlp.nnx.Linear(32, 32, recipe=DELAYED, rngs=nnx.Rngs(0))
+        model = nnx.Dict(a=layer, b=nnx.Linear(32, 32, rngs=nnx.Rngs(1)))
+        for rules in (RECIPE, jlp.MXFP8BlockScaling()):
+            jlp.nnx.convert(model, rules)
+            assert (model["a"].recipe, model["b"].recipe) == (DELAYED, rules)
+
+    def test_states_are_those_that_the_new_rules_need(self):
+        def states(model):
+            return nnx.state(model, jlp.nnx.OverwriteWithGradient)
+
+        model = jlp.nnx.convert(nnx.Linear(32, 32, rngs=nnx.Rngs(0)), DELAYED)
+        assert len(jax.tree.leaves(states(model))) == 6
+        before = states(model)
+        jlp.nnx.convert(model, jlp.DelayedScaling(amax_history_len=3))  # an equal one
+        assert_same_bytes(jax.tree.leaves(states(model)), jax.tree.leaves(before))
+        assert not jax.tree.leaves(states(jlp.nnx.convert(model, RECIPE)))
+
+    def test_a_refused_layer_leaves_the_model_as_it_was(self):
+        model = nnx.Dict(adapter=nnx.Linear(32, 32, rngs=nnx.Rngs(0)), layers=nnx.Linear(32, 32, rngs=nnx.Rngs(1)))
+        rules = jlp.PerLayer.keep_ends(RECIPE, first=1, last=1, block="layers")
+        with pytest.raises(ValueError, match="'layers' is in a stack"):
+            jlp.nnx.convert(model, rules)
+        assert ours_in(model) == {}
