@@ -253,7 +253,8 @@ class Following:
         self._begin()
 
     def _begin(self) -> None:
-        self._read, self._lines, self._file = 0, 0, None
+        self._read, self._lines = 0, 0
+        self._file: tuple[int, int] | None = None
         self._about: dict[str, Any] | None = None
         self._records: dict[int, Record] = {}
 

@@ -8,7 +8,6 @@ from jax.sharding import PartitionSpec as P
 
 import jaxlowprec as jlp
 from jaxlowprec.arrays import serialised
-from tests.docs.pages import differs, pieces, printed_by
 from tests.helpers import CHOSEN_SCALES, ONE_OF_EACH, assert_same_bytes, golden_input, often
 from tests.low_precision import STRUCTURES, recipes, state_for, without_state
 from tests.sharding.meshes import mesh_of, name_of, place
@@ -137,12 +136,6 @@ def test_a_symbolic_batch_under_every_recipe(name):
     for rows in (128, 37):
         x = jnp.asarray(golden_input((rows, 64), 5))
         assert_same_bytes(exported.call(w, x), step(w, x))
-
-
-def test_the_page_is_true():
-    names = {}
-    for piece in pieces("docs/how-to/export.md"):
-        assert not differs(printed_by(piece, "export.md", names), piece.shown)
 
 
 def test_several_devices_through_shard_map():
