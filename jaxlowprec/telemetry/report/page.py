@@ -95,11 +95,9 @@ def _of_run(name: str, run: Run) -> dict[str, Any]:
         tensors.setdefault(layer, {})[tensor] = {}
     layers = {layer: tensors[layer] for layer in sorted(tensors, key=_natural)}
     names = [(layer, tensor) for layer, found in layers.items() for tensor in found]
+    seen = [(record.of(names), record.changes(names)) for record in run.records]
     for statistic in STATISTICS:
-        series = [
-            record.changes(names) if statistic == "changed" else getattr(record.of(names), statistic)
-            for record in run.records
-        ]
+        series = [changes if statistic == "changed" else getattr(found, statistic) for found, changes in seen]
         for (layer, tensor), values in zip(names, np.transpose(series), strict=False):
             if not np.isnan(values).all():
                 layers[layer][tensor][statistic] = _numbers(values)
