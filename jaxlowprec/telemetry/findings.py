@@ -87,8 +87,9 @@ def findings(run: Run, limits: Limits | None = None) -> list[Finding]:
     for gemms, checks in ((False, _CHECKS), (True, _GEMM_CHECKS)):
         names = [name for name in run.records[-1].names if ", " not in name[1] and (name[1] in GEMMS) == gemms]
         if names:
-            found += _beyond(run, names, checks, limits)
-            found += _jumps(run, names, limits)
+            seen = [record.of(names) for record in run.records]
+            found += _beyond(run, names, seen, checks, limits)
+            found += _jumps(run.steps, names, seen, limits)
     return sorted(found, key=lambda f: (-f.severity, f.since, f.layer, f.tensor))
 
 
@@ -99,11 +100,11 @@ def _of_scalars(run: Run) -> Iterator[Finding]:
             yield Finding("", "", name, value, since, f"{name} is {value}")
 
 
-def _beyond(run: Run, names: Names, checks: Checks, limits: Limits) -> Iterator[Finding]:
-    """What is beyond its limit, of tensors or of GEMMs' results."""
-    seen = [record.of(names) for record in run.records]
+def _beyond(run: Run, names: Names, seen: list[Statistics], checks: Checks, limits: Limits) -> Iterator[Finding]:
+    """What is beyond its limit, of tensors or of GEMMs' results. `seen`: their numbers in each record."""
     usual = _usual(np.array([statistics.sqnr for statistics in seen]))
-    expected = [_expected(record, names) for record in run.records]
+    gemms = names[0][1] in _OPERANDS
+    expected = [_expected(record, names) if gemms else math.inf for record in run.records]
     for statistic, (check, text) in checks.items():
         beyond = np.array([check(s, limits, np.minimum(usual, e)) for s, e in zip(seen, expected, strict=True)])
         values = getattr(seen[-1], statistic)
@@ -120,26 +121,26 @@ def _usual(sqnr: np.ndarray) -> np.ndarray:
     """The median of each column, [records, tensors] -> [tensors]; infinite values, of tensors of zeros, left out."""
     finite = np.isfinite(sqnr)
     ascending = np.sort(np.where(finite, sqnr, np.inf), axis=0)
-    middle = ascending[finite.sum(axis=0) // 2 % len(sqnr), np.arange(sqnr.shape[1])]
+    middle = ascending[finite.sum(axis=0) // 2, np.arange(sqnr.shape[1])]
     return np.where(finite.any(axis=0), middle, -np.inf)
 
 
 def _expected(record: Record, names: Names) -> np.ndarray:
     """The SQNR of GEMMs' results if the errors of their operands are independent of each other and of the operands;
-    infinite for other tensors, and where no operand was measured."""
+    infinite where no operand was measured."""
     errors = np.zeros(len(names))
     for i in (0, 1):
-        operands = [(layer, _OPERANDS[tensor][i] if tensor in _OPERANDS else "") for layer, tensor in names]
+        operands = [(layer, _OPERANDS[gemm][i]) for layer, gemm in names]
         errors += np.nan_to_num(record.of(operands).square_error)
     return np.where(errors > 0, -10 * np.log10(np.where(errors > 0, errors, 1)), np.inf)
 
 
-def _jumps(run: Run, names: Names, limits: Limits) -> Iterator[Finding]:
+def _jumps(steps: list[int], names: Names, seen: list[Statistics], limits: Limits) -> Iterator[Finding]:
     """The latest change of a tensor's magnitude by orders of magnitude, if it lasts."""
-    rms = np.array([record.of(names).rms for record in run.records])
+    rms = np.array([statistics.rms for statistics in seen])
     least, most = (np.where(rms > 0, rms, other) for other in (np.inf, 0.0))
     for i in np.flatnonzero(most.max(axis=0) >= 2.0**limits.jump * least.min(axis=0)):
-        yield from _jump(names[i], [(s, v) for s, v in zip(run.steps, rms[:, i], strict=True) if v > 0], limits)
+        yield from _jump(names[i], [(s, v) for s, v in zip(steps, rms[:, i], strict=True) if v > 0], limits)
 
 
 def _jump(name: tuple[str, str], seen: list[tuple[int, float]], limits: Limits) -> Iterator[Finding]:
