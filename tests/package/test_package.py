@@ -36,14 +36,7 @@ FLOORS = (
     ("checkpoints",),
     ("weight_sync",),
     ("cli",),
-    (
-        "checkpoint_policies",
-        "debug",
-        "delayed_scaling",
-        "layouts",
-        "lora",
-        "traffic",
-    ),  # public names of rooms' modules
+    ("checkpoint_policies", "debug", "delayed_scaling", "layouts", "lora", "traffic"),  # names of rooms' modules
 )
 RANK = {name: rank for rank, names in enumerate(FLOORS) for name in names}
 
