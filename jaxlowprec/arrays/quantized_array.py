@@ -247,9 +247,13 @@ def _without_defaults(value: Any) -> str:
     """
     if not dataclasses.is_dataclass(value):
         return repr(value)
+    return f"{type(value).__name__}({', '.join(f'{name}={found!r}' for name, found in changed_fields(value).items())})"
+
+
+def changed_fields(value: Any) -> dict[str, Any]:
+    """The fields of a dataclass that do not have their defaults."""
     given = ((field, getattr(value, field.name)) for field in dataclasses.fields(value))
-    changed = (f"{field.name}={found!r}" for field, found in given if found != field.default)
-    return f"{type(value).__name__}({', '.join(changed)})"
+    return {field.name: found for field, found in given if found != field.default}
 
 
 def _readable(nbytes: int) -> str:

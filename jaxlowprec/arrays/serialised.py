@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from typing import Any
 
@@ -12,7 +11,7 @@ import jax.numpy as jnp
 from jaxlowprec.arguments import shown
 from jaxlowprec.arrays import formats
 from jaxlowprec.arrays.hadamard import Hadamard
-from jaxlowprec.arrays.quantized_array import QuantizedArray
+from jaxlowprec.arrays.quantized_array import QuantizedArray, changed_fields
 
 _CLASSES = {cls.__name__: cls for cls in formats.Format.__subclasses__()} | {"Hadamard": Hadamard}
 
@@ -51,10 +50,7 @@ def _static_from_bytes(data: bytes) -> tuple[Any, ...]:
 
 
 def _described(value: Any) -> Any:
-    if value is None:
-        return None
-    given = {field.name: (getattr(value, field.name), field.default) for field in dataclasses.fields(value)}
-    return type(value).__name__, {name: found for name, (found, default) in given.items() if found != default}
+    return None if value is None else (type(value).__name__, changed_fields(value))
 
 
 def _made(described: Any) -> Any:
