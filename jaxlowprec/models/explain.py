@@ -171,7 +171,8 @@ def _of_function(fn: Any, recipe: Any, args: Any, kwargs: Any) -> Explanation:
         fn, params, recipe = given.fn, given.params, given.rules if recipe is FROM_CONTEXT else recipe
     rules = resolve("explain", recipe)
     traced = TracedFunction(fn, params, args, kwargs, rules)
-    layers, seen = [], set()
+    seen: set[int] = set()
+    uses: dict[tuple[int, AppliedRecipe], int] = {}
     for product in traced.following.products:
         if not has_matrices(product.shape):  # a vector, such as a score's
             continue
@@ -184,18 +185,25 @@ def _of_function(fn: Any, recipe: Any, args: Any, kwargs: Any) -> Explanation:
         roles = _HIGH_PRECISION if note or own is None else own.roles(module_type, name)
         if not note and rules is not None and (ends := rules.ends(name)):
             note = f"but the first {ends[0]} and last {ends[1]} of its stack"
-        layers.append(
-            _with_packed(
-                AppliedRecipe(name, product.shape, roles, note, sums=_sums_of(own, product.grouped)),
-                traced.leaves[product.weight.leaf].packed,
-            )
-        )
+        leaf = traced.leaves[product.weight.leaf]
+        shape = leaf.shape if product.weight.shard else product.shape
+        row = _with_packed(AppliedRecipe(name, shape, roles, note, sums=_sums_of(own, product.grouped)), leaf.packed)
+        uses[product.weight.leaf, row] = uses.get((product.weight.leaf, row), 0) + 1
+    layers = [_used(row, traced.leaves[leaf].shape, count) for (leaf, row), count in uses.items()]
     for number, leaf in enumerate(traced.leaves):
         if leaf.name is not None and number not in seen and has_matrices(leaf.shape):
             lost = traced.following.lost.get(number)
             note = "in no product" + (f": not followed through {lost}" if lost else "")
             layers.append(AppliedRecipe(leaf.name, leaf.shape, note=note))
     return Explanation(tuple(layers))
+
+
+def _used(row: AppliedRecipe, shape: tuple[int, ...], count: int) -> AppliedRecipe:
+    """One row for all equal products by a parameter: such as those of an unrolled loop over experts."""
+    if count == 1:
+        return row
+    note = ", ".join(filter(None, [row.note, f"{count} products"]))
+    return dataclasses.replace(row, kernel=shape, note=note)
 
 
 def quantize_params(

@@ -422,6 +422,36 @@ conv    1x1x3x3  -                -                -                in no produc
         ):
             assert str(explained) == expected.strip()
 
+    def test_an_unrolled_loop_has_one_row_for_each_parameter(self):
+        def function(params, x):
+            experts = sum(jnp.tanh(x @ params["up"][i]) @ params["down"][i] for i in range(4))
+            return experts @ params["tied"], experts @ params["tied"].T
+
+        params = {"up": jnp.ones((4, 32, 64)), "down": jnp.ones((4, 64, 32)), "tied": jnp.ones((32, 32))}
+        found = jlp.explain(function, MXFP8, params, X)
+        assert [(row.path, row.kernel, row.note) for row in found.layers] == [
+            ("up", (4, 32, 64), "4 products"),
+            ("down", (4, 64, 32), "4 products"),
+            ("tied", (32, 32), "2 products"),
+        ]
+
+    def test_within_shard_map_a_parameter_has_its_own_shape(self):
+        mesh = mesh_of((2, 2))
+
+        def function(params, x):
+            split = jax.shard_map(
+                lambda x, up, same: jax.lax.all_gather(x @ up, "b", axis=1, tiled=True) @ same,
+                mesh=mesh,
+                in_specs=(P("a"), P(None, "b"), P()),
+                out_specs=P("a"),
+                check_vma=False,
+            )
+            return split(x, params["up"], params["same"])
+
+        params = {"up": jnp.ones((32, 64)), "same": jnp.ones((64, 32))}
+        found = jlp.explain(function, MXFP8, params, X)
+        assert [(row.path, row.kernel) for row in found.layers] == [("up", (32, 64)), ("same", (64, 32))]
+
 
 def test_the_name_of_a_container_is_that_of_its_layer():
     @jax.tree_util.register_pytree_node_class

@@ -51,12 +51,16 @@ class _Call:
 
     def flow(self, through: Through, given: list[Weight | None]) -> tuple[Weights, bool]:
         """The parameters that the results are, and whether products change."""
-        flow = through(self.jaxpr, tuple(given))
+        flow = through(self.jaxpr, tuple(self.inside(given)))
         return flow.results, flow.changes
+
+    def inside(self, given: list[Weight | None]) -> list[Weight | None]:
+        """The parameters that the arguments of the jaxpr are."""
+        return given
 
     def rebuilt(self, run: Run, operands: list[Traced], results: Weights) -> list[Traced]:
         """The results of the call with its products changed."""
-        weights = [t.weight for t in operands]
+        weights = self.inside([t.weight for t in operands])
 
         def body(values: list[Any], masters: list[Any]) -> tuple[list[Any], list[Any]]:
             out = run(self.jaxpr, self.constants, traced(values, weights, masters))
@@ -100,6 +104,15 @@ class _Remat(_Call):
 class _ShardMap(_Call):
     def accepted(self, given):
         return _without_packed(given)
+
+    def inside(self, given):
+        sizes = zip(self.eqn.invars, self.jaxpr.invars, strict=True)
+        parts = [outer.aval.size != inner.aval.size for outer, inner in sizes]
+        return [dataclasses.replace(w, shard=True) if w and part else w for w, part in zip(given, parts, strict=True)]
+
+    def flow(self, through, given):
+        results, changes = super().flow(through, given)
+        return tuple(None if w is None else dataclasses.replace(w, shard=False) for w in results), changes
 
     def wrapped(self, body, weights, results):
         return jax.shard_map(

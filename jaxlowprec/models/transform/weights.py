@@ -50,6 +50,7 @@ class Weight:
             in high precision; None otherwise.
         packed: the parameter is a QuantizedArray or has an adapter. Then it is its own master, and the value that the
             function sees is made only where it is needed.
+        shard: the value is a device's part, within `shard_map`.
     """
 
     name: str
@@ -57,6 +58,7 @@ class Weight:
     cast: bool = False
     ends: tuple[int, int] | None = None
     packed: bool = False
+    shard: bool = False
 
     @property
     def has_master(self) -> bool:
