@@ -26,8 +26,10 @@ from jaxlowprec.layers.watching.seeing import seeing_calls
 from jaxlowprec.layers.weight_only import check_whole_blocks, quantize_weight
 from jaxlowprec.linen.converting import rules_of
 from jaxlowprec.models.quantize_matmuls import QuantizedMatmuls, TracedFunction
-from jaxlowprec.models.transform.weights import has_matrices
+from jaxlowprec.models.transform.products import Product
+from jaxlowprec.models.transform.weights import Weight, has_matrices
 from jaxlowprec.moe.grouped_linear import MODULE_TYPE
+from jaxlowprec.recipes import silence
 from jaxlowprec.recipes.autocast import FROM_CONTEXT, autocast, resolve
 from jaxlowprec.recipes.roles import GEMMS, Recipe, Role, Roles
 from jaxlowprec.recipes.sums import IN_FLOAT32, Sums
@@ -171,31 +173,42 @@ def _of_function(fn: Any, recipe: Any, args: Any, kwargs: Any) -> Explanation:
         fn, params, recipe = given.fn, given.params, given.rules if recipe is FROM_CONTEXT else recipe
     rules = resolve("explain", recipe)
     traced = TracedFunction(fn, params, args, kwargs, rules)
-    seen: set[int] = set()
     uses: dict[tuple[int, AppliedRecipe], int] = {}
     for product in traced.following.products:
         if not has_matrices(product.shape):  # a vector, such as a score's
             continue
-        name, note = product.weight.name, product.reason
-        own = traced.following.recipe_at(name)
-        seen.add(product.weight.leaf)
-        if not note and own is None:
-            note = "no recipe" if rules is None else "left out by the recipe"
-        module_type = MODULE_TYPE if product.grouped else "linear"
-        roles = _HIGH_PRECISION if note or own is None else own.roles(module_type, name)
-        if not note and rules is not None and (ends := rules.ends(name)):
-            note = f"but the first {ends[0]} and last {ends[1]} of its stack"
-        leaf = traced.leaves[product.weight.leaf]
-        shape = leaf.shape if product.weight.shard else product.shape
-        row = _with_packed(AppliedRecipe(name, shape, roles, note, sums=_sums_of(own, product.grouped)), leaf.packed)
-        uses[product.weight.leaf, row] = uses.get((product.weight.leaf, row), 0) + 1
+        for group in product.weight.groups:
+            for weight in group:
+                row = _of_product(traced, product, weight, [other.name for other in group if other != weight], rules)
+                uses[weight.leaf, row] = uses.get((weight.leaf, row), 0) + 1
     layers = [_used(row, traced.leaves[leaf].shape, count) for (leaf, row), count in uses.items()]
+    seen = {leaf for leaf, _ in uses}
     for number, leaf in enumerate(traced.leaves):
         if leaf.name is not None and number not in seen and has_matrices(leaf.shape):
             lost = traced.following.lost.get(number)
-            note = "in no product" + (f": not followed through {lost}" if lost else "")
+            note = "looked up" if lost == "gather" else f"not followed through {lost}" if lost else "in no product"
             layers.append(AppliedRecipe(leaf.name, leaf.shape, note=note))
     return Explanation(tuple(layers))
+
+
+def _of_product(
+    traced: TracedFunction, product: Product, weight: Weight, others: list[str], rules: Recipe | None
+) -> AppliedRecipe:
+    """What a recipe does to a parameter in a product, in which others are joined with it."""
+    name, note = weight.name, product.reason
+    own = traced.following.recipe_at(name)
+    if own is None:
+        note = note or ("no recipe" if rules is None else "left out by the recipe")
+    module_type = MODULE_TYPE if product.grouped else "linear"
+    roles = _HIGH_PRECISION if note or own is None else own.roles(module_type, name)
+    if others and not product.weight.computed:
+        note = ", ".join(filter(None, [note, f"joined with {silence.listed(others)}"]))
+    if not note and rules is not None and (ends := rules.ends(name)):
+        note = f"but the first {ends[0]} and last {ends[1]} of its stack"
+    leaf = traced.leaves[weight.leaf]
+    whole = others or product.weight.shard or product.weight.computed
+    row = AppliedRecipe(name, leaf.shape if whole else product.shape, roles, note)
+    return _with_packed(dataclasses.replace(row, sums=_sums_of(own, product.grouped)), leaf.packed)
 
 
 def _used(row: AppliedRecipe, shape: tuple[int, ...], count: int) -> AppliedRecipe:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -26,6 +27,7 @@ from jaxlowprec.recipes.roles import Recipe
 from jaxlowprec.recipes.transformer_engine import DelayedScaling
 
 _WHO = "quantize_matmuls"
+_LARGEST = 3  # so many parameters are named that stay in high precision
 
 
 def quantize_matmuls(
@@ -35,12 +37,16 @@ def quantize_matmuls(
 
     Every `dot_general` and `ragged_dot` of which one operand is a leaf of the parameters becomes this library's
     product (`dot_general`, `grouped_matmul`), forward and backward. The leaf may have been transposed, reshaped, cut,
-    indexed, multiplied by a scalar, cast to another float dtype or handed to a loop, in `jit`, `scan`, `while_loop`,
-    `cond`, `remat` and `shard_map` too. A cast parameter is quantised from its own dtype, and its gradient has that
-    dtype. Everything else runs as fn has it: without a recipe for any product, the result is fn's, bit for bit.
+    indexed, padded, repeated, multiplied by a scalar, cast to another float dtype or handed to a loop, and elements of
+    it replaced by a number (`jnp.where`), in `jit`, `scan`, `while_loop`, `cond`, `remat` and `shard_map` too. Leaves
+    may have been joined (`jnp.stack`, `jnp.concatenate`), if the recipe says the same of all of them; a stack that
+    `scan` takes apart is run in pieces where it does not. A cast parameter is quantised from its own dtype, and its
+    gradient has that dtype. Everything else runs as fn has it: without a recipe for any product, the result is fn's,
+    bit for bit.
 
     What stays as it is: products of two activations or of two parameters, convolutions, and what is inside
-    `custom_vjp` and `custom_jvp` functions; `explain` lists them. Transform the function that computes the loss, and
+    `custom_vjp` and `custom_jvp` functions; `explain` lists them. So do products by what was computed from parameters,
+    such as one multiplied by a mask; a warning names the largest. Transform the function that computes the loss, and
     then take its gradient: in a function that contains `jax.grad`, gradients' products would be taken for layers.
 
     The name of a layer, by which `PerLayer` chooses its recipe, is the path of its parameter, such as "block_0/mlp/up".
@@ -86,13 +92,15 @@ def quantize_matmuls(
         if recipe is None and not any(map(is_packed, jax.tree.leaves((args, kwargs), is_leaf=is_packed))):
             return fn(*args, **kwargs)
         traced = TracedFunction(fn, chosen, args, kwargs, recipe)
+        if recipe is not None:
+            silence.warn_once(_WHO, recipe, traced.left_alone(), depth=1)
         if recipe is None:
             pass  # every product is in high precision, or by a quantised parameter
         elif rules is FROM_CONTEXT:  # the scope asks when it is left; fn may have layers that follow it by themselves
             silence.saw(recipe, traced.products)
         else:
             silence.warn_once(_WHO, recipe, silence.complaints(recipe, traced.names, traced.products), depth=1)
-        return traced.computed(scaling_state) if traced.changes else fn(*args, **kwargs)
+        return traced.computed(scaling_state) if traced.changes or traced.has_packed else fn(*args, **kwargs)
 
     def init_state(*args: Any, **kwargs: Any) -> dict[str, Any]:
         recipe = resolve(_WHO, rules)
@@ -157,6 +165,7 @@ class TracedFunction:
         leaves: the arrays among the arguments.
         following: what was found.
         changes: whether any product follows the recipe.
+        has_packed: whether a parameter is quantised or has an adapter, so that fn itself cannot be called with it.
     """
 
     def __init__(self, fn: Any, params: tuple[int | str, ...], args: Any, kwargs: Any, recipe: Recipe | None):
@@ -186,6 +195,7 @@ class TracedFunction:
         self._results = jax.tree.structure(shapes)
         self._weights = tuple(self._weight(i, recipe) for i in range(len(self.leaves)))
         self.following = Following(recipe)
+        self.has_packed = any(map(is_packed, self._values))
         self.changes = self.following.through(self._closed.jaxpr, self._weights).changes
 
     def _weight(self, number: int, recipe: Recipe | None) -> Weight | None:
@@ -201,14 +211,32 @@ class TracedFunction:
     @property
     def names(self) -> list[str]:
         """The names of all layers: of each parameter that could be a weight, or is one in part."""
-        found = {product.weight.leaf for product in self.following.products}
+        found = {single.leaf for product in self.following.products for single in product.weight.singles}
         found |= {i for i, leaf in enumerate(self.leaves) if has_matrices(leaf.shape)}
         return [w.name for w in self._weights if w is not None and w.leaf in found]
 
     @property
     def products(self) -> list[str]:
         """The names of the layers that a recipe can change."""
-        return [product.weight.name for product in self.following.products if not product.reason]
+        used = [product.weight for product in self.following.products if not product.reason]
+        return [single.name for weight in used for single in weight.singles]
+
+    def left_alone(self) -> list[str]:
+        """What is to be said of parameters that the recipe is for, in products that it cannot have; [] of none."""
+        found = {}
+        for product in self.following.products:
+            for single in product.weight.singles if product.avoidable else ():
+                if self.following.recipe_at(single.name) is not None:
+                    found[single.leaf] = single.name, product.reason
+        if not found:
+            return []
+        largest = sorted(found, key=lambda leaf: -math.prod(self.leaves[leaf].shape))[:_LARGEST]
+        named = [f"{found[i][0]!r} {list(self.leaves[i].shape)} ({found[i][1]})" for i in largest]
+        more = f" and {len(found) - _LARGEST} more" if len(found) > _LARGEST else ""
+        return [
+            f"these parameters are in products that stay in high precision: {', '.join(named)}{more}; "
+            "jaxlowprec.explain shows them all"
+        ]
 
     def _delayed(self) -> dict[str, tuple[DelayedScaling, int | None]]:
         """The recipes of the layers that keep amax histories, and the number of experts if a layer has some, by the

@@ -39,7 +39,7 @@ def complaints(recipe: Recipe, names: Iterable[str], products: Iterable[str]) ->
     names, products, title = sorted(set(names)), set(products), type(recipe).__name__
     found = []
     if not any(recipe.within(name) is not None for name in products):
-        there = f"; the layers are {_listed(names)}" if names else ""
+        there = f"; the layers are {listed(names)}" if names else ""
         found.append(
             f"no layer followed {title}: everything was computed in high precision{there}. Use this library's layers, "
             "or jaxlowprec.quantize_matmuls for any function"
@@ -47,15 +47,16 @@ def complaints(recipe: Recipe, names: Iterable[str], products: Iterable[str]) ->
     if isinstance(recipe, PerLayer) and names:
         for pattern in recipe.unmatched(names):
             nearest = difflib.get_close_matches(pattern, names, _NEAREST, 0.3) or names
-            found.append(f"the rule {pattern!r} of {title} matches no layer; the nearest names are {_listed(nearest)}")
+            found.append(f"the rule {pattern!r} of {title} matches no layer; the nearest names are {listed(nearest)}")
         for pattern in set(recipe.unmatched(products)) - set(recipe.unmatched(names)):
             if recipe.quantises(pattern):
                 matched = [name for name in names if re.fullmatch(pattern, name)]
-                found.append(f"the rule {pattern!r} of {title} is for {_listed(matched)}, in no matrix product")
+                found.append(f"the rule {pattern!r} of {title} is for {listed(matched)}, in no matrix product")
     return found
 
 
-def _listed(names: list[str]) -> str:
+def listed(names: list[str]) -> str:
+    """The first of these names, quoted, and how many more there are."""
     shown = ", ".join(map(repr, names[:_NEAREST]))
     return f"{shown} and {len(names) - _NEAREST} more" if len(names) > _NEAREST else shown
 

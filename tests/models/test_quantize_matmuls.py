@@ -232,7 +232,7 @@ class TestProducts:
             assert_same_bytes(jlp.quantize_matmuls(function, NVFP4)(params, x), function(params, x))
         notes = {layer.path: layer.note for layer in jlp.explain(function, NVFP4, params, x).layers}
         assert notes["b"] == "both operands are parameters"
-        assert notes["c"] == "in no product: not followed through convert_element_type"
+        assert notes["c"] == "not followed through convert_element_type"
 
 
 class TestStacks:
@@ -413,7 +413,7 @@ class TestExplain:
 layer   kernel   weight           input            gradient
 layers  32x32    MXFP8 E4M3 1x32  MXFP8 E4M3 1x32  MXFP8 E4M3 1x32
 head    32x8     -                -                -                left out by the recipe
-conv    1x1x3x3  -                -                -                in no product: not followed through conv_general_dilated"""  # noqa: E501
+conv    1x1x3x3  -                -                -                not followed through conv_general_dilated"""  # noqa: E501
         shapes = jax.eval_shape(lambda: (params, X))
         for explained in (
             jlp.explain(function, rules, *shapes),

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxlowprec.models.transform.weights import Traced, Weight, Weights, arrays_of, masters_of, traced
+from jaxlowprec.models.transform.weights import Traced, Weight, Weights, arrays_of, masters_of, part_of_stack, traced
 
 Through = Callable[[Any, Weights], Any]
 """(an open jaxpr, the parameters that its arguments are) -> following.Flow."""
@@ -168,7 +168,8 @@ class _Loop(_Call):
 class _Scan(_Loop):
     """Slices and stacked results have one axis more outside; their numbers' names differ between versions of JAX.
 
-    A stack some of whose first and last layers stay in high precision is run in pieces, one scan each.
+    A stack whose layers do not all follow the same recipe is run in pieces, one scan each: one some of whose first and
+    last layers stay in high precision, or one that the function made of parameters with different recipes.
     """
 
     def __init__(self, eqn: Any):
@@ -187,7 +188,8 @@ class _Scan(_Loop):
         """The first round of each piece, the round after its last, and the parameters that the body's arguments are."""
         length = self.params["length"]
         ends = [(w.ends[0], max(length - w.ends[1], 0)) for w in given[self.sliced :] if w is not None and w.ends]
-        cuts = sorted({0, length, *(min(n, length) for pair in ends for n in pair)})
+        stacks = [w.cuts for w in given[self.sliced :] if w is not None and w.cuts]
+        cuts = sorted({0, length, *(min(n, length) for numbers in (*ends, *stacks) for n in numbers)})
         pieces = []
         for start, stop in itertools.pairwise(cuts):
             weights = self._arguments(given, lambda _: None)
@@ -195,6 +197,9 @@ class _Scan(_Loop):
                 if w is not None and w.ends:
                     quantised = w.ends[0] <= start and stop <= length - w.ends[1]
                     weights[i] = dataclasses.replace(w, ends=None) if quantised else None
+                elif w is not None and w.cuts:
+                    part = part_of_stack(w, start, stop)
+                    weights[i] = dataclasses.replace(part, cuts=None, in_turn=True) if stop - start > 1 else part
             pieces.append((start, stop, weights))
         return pieces or [(0, 0, self._arguments(given, lambda _: None))]
 

@@ -13,7 +13,7 @@ from jax.extend.core import DebugInfo, Jaxpr
 from jaxlowprec.models.transform import calls
 from jaxlowprec.models.transform.following import Following
 from jaxlowprec.models.transform.products import Product, multiply, packed_kernel
-from jaxlowprec.models.transform.weights import Traced, array_of, arrays_of, is_packed, moved_master, source
+from jaxlowprec.models.transform.weights import Traced, array_of, arrays_of, is_packed, moved_master
 
 States = Mapping[str, Any]
 _DEBUG_INFO = DebugInfo("quantize_matmuls", "an equation", None, None)
@@ -74,7 +74,7 @@ def _moved(eqn: Any, operands: list[Traced], weights: Any) -> list[Traced]:
     for number, (value, weight) in enumerate(zip(results, weights, strict=True)):
         master = value
         if weight is not None and weight.has_master:
-            master = moved_master(eqn, number, operands[source(eqn, number)].master, values)
+            master = moved_master(eqn, number, operands, values)
         moved.append(Traced(value, weight, master if weight is not None else None))
     return moved
 

@@ -6,9 +6,13 @@ import dataclasses
 from typing import Any
 
 from jaxlowprec.models.transform import calls
+from jaxlowprec.models.transform.joining import Origins, computed, joined_by
 from jaxlowprec.models.transform.products import Product, product_of
 from jaxlowprec.models.transform.weights import Weight, Weights, is_matrix, moved
+from jaxlowprec.moe.grouped_linear import MODULE_TYPE
 from jaxlowprec.recipes.roles import Recipe
+
+_DIFFERENT = "joined with parameters of other recipes"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,6 +64,17 @@ class Following:
         """The recipe of the layer of a name."""
         return None if self.recipe is None else self.recipe.within(name)
 
+    def choices(self, weight: Weight) -> list[Any]:
+        """The different things that the recipe says of a value's single parameters: one if it treats them alike."""
+        found: list[Any] = []
+        for single in weight.singles:
+            recipe = self.recipe_at(single.name)
+            kinds = () if recipe is None else (recipe.roles(kind, single.name) for kind in ("linear", MODULE_TYPE))
+            choice = recipe, *kinds
+            if choice not in found:
+                found.append(choice)
+        return found
+
     def through(self, jaxpr: Any, weights: Weights) -> Flow:
         """The flow through an open jaxpr whose arguments are these."""
         key = id(jaxpr), weights
@@ -69,18 +84,21 @@ class Following:
 
     def _walked(self, jaxpr: Any, weights: Weights) -> Flow:
         found: dict[Any, Weight | None] = dict(zip(jaxpr.invars, weights, strict=True))
-        steps = {}
+        steps, origins = {}, Origins()
         for number, eqn in enumerate(jaxpr.eqns):
             given = [None if _is_literal(v) else found.get(v) for v in eqn.invars]
             if any(given):
-                steps[number] = step = self._step(eqn, given)
+                steps[number] = step = self._step(eqn, given, origins)
                 found |= zip(eqn.outvars, step.results, strict=True)
+            origins.add(eqn)
         results = tuple(None if _is_literal(v) else found.get(v) for v in jaxpr.outvars)
         return Flow(results, any(step.changes for step in steps.values()), steps)
 
-    def _step(self, eqn: Any, given: list[Weight | None]) -> Step:
+    def _step(self, eqn: Any, given: list[Weight | None], origins: Origins) -> Step:
         nothing: Weights = (None,) * len(eqn.outvars)
         if (product := product_of(eqn, given)) is not None:
+            if not product.reason and len(self.choices(product.weight)) > 1:
+                product = dataclasses.replace(product, reason=_DIFFERENT, avoidable=True)
             self.products.append(product)
             has_recipe = product.weight.packed or self.recipe_at(product.weight.name) is not None
             follows = has_recipe and not product.reason
@@ -88,10 +106,14 @@ class Following:
         if (call := calls.of(eqn)) is not None:
             return Step(*call.flow(self.through, call.accepted(given)))
         results = tuple(moved(eqn, given) or nothing)
-        kept = {weight.leaf for weight in results if weight is not None}
+        if not any(results):
+            one = joined_by(eqn, given, origins, self.choices) or computed(eqn, given, origins)
+            results = nothing if one is None else (one,)
+        kept = {single.leaf for weight in results if weight is not None for single in weight.singles}
         for variable, weight in zip(eqn.invars, given, strict=True):
-            if weight is not None and weight.leaf not in kept and is_matrix(variable.aval):
-                self.lost.setdefault(weight.leaf, eqn.primitive.name)
+            for single in weight.singles if weight is not None and is_matrix(variable.aval) else ():
+                if single.leaf not in kept:
+                    self.lost.setdefault(single.leaf, eqn.primitive.name)
         return Step(results)
 
 

@@ -28,6 +28,7 @@ class Product:
         shape: the operand's shape.
         grouped: rows in groups, with a matrix per group.
         reason: why it cannot follow any recipe, or "".
+        avoidable: it could, if the function did something else with the parameter before.
     """
 
     weight: Weight
@@ -35,6 +36,7 @@ class Product:
     shape: tuple[int, ...]
     grouped: bool
     reason: str = ""
+    avoidable: bool = False
 
 
 def product_of(eqn: Any, weights: list[Weight | None]) -> Product | None:
@@ -43,12 +45,15 @@ def product_of(eqn: Any, weights: list[Weight | None]) -> Product | None:
         return None
     side = 1 if weights[1] is not None else 0
     weight: Any = weights[side]
-    grouped = eqn.primitive.name != "dot_general"
-    if weight.ends:
+    grouped, avoidable = eqn.primitive.name != "dot_general", False
+    if weight.computed and not all(weights[:2]):
+        reason, avoidable = f"computed from the parameter by {weight.computed}", True
+    elif weight.ends:
+        avoidable = True
         reason = "its stack of layers is not run by a scan, so its first and last layers are not known"
     else:
         reason = (_why_no_grouped_product if grouped else _why_no_product)(eqn, side, weights)
-    return Product(weight, side, eqn.invars[side].aval.shape, grouped, reason)
+    return Product(weight, side, eqn.invars[side].aval.shape, grouped, reason, avoidable)
 
 
 def _why_no_product(eqn: Any, side: int, weights: list[Weight | None]) -> str:

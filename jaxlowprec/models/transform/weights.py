@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -19,6 +20,7 @@ _LAYOUT = {
     "dynamic_slice",
     "gather",
     "name",
+    "pad",
     "reshape",
     "reshard",
     "rev",
@@ -27,6 +29,7 @@ _LAYOUT = {
     "split",
     "squeeze",
     "stop_gradient",
+    "tile",
     "transpose",
 }
 # Primitives that scale a parameter by a scalar, as reparametrisations by a layer's width do.
@@ -35,6 +38,8 @@ _SCALING = {"mul", "div"}
 _EACH = {"device_put", "optimization_barrier", "pvary"}
 # Layout primitives that leave a packed parameter packed, beside the transposition of its matrices.
 _KEEP_PACKED = {"convert_element_type", "copy", "name", "stop_gradient"}
+# Layout primitives that leave a stack a stack, beside those that `_of_stack` looks at.
+_KEEP_STACKS = _KEEP_PACKED | _EACH | _SCALING | {"reshard", "sharding_constraint"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,6 +56,11 @@ class Weight:
         packed: the parameter is a QuantizedArray or has an adapter. Then it is its own master, and the value that the
             function sees is made only where it is needed.
         shard: the value is a device's part, within `shard_map`.
+        parts: the parameters that the value was joined from; name and leaf are those of the first. () of a single one.
+        cuts: of a stack of parts, one for each number of the first axis: where the parts begin for which the recipe
+            says something else, from 0 to the number of parts; None of any other value.
+        in_turn: the value is one of its parts in each round of a scan.
+        computed: the primitive by which the value was computed from parameters alone; "" if they were only moved.
     """
 
     name: str
@@ -59,11 +69,32 @@ class Weight:
     ends: tuple[int, int] | None = None
     packed: bool = False
     shard: bool = False
+    parts: tuple[Weight, ...] = ()
+    cuts: tuple[int, ...] | None = None
+    in_turn: bool = False
+    computed: str = ""
 
     @property
     def has_master(self) -> bool:
         """Whether a master goes with the value."""
-        return self.cast or self.packed
+        return (self.cast or self.packed) and not self.computed
+
+    @property
+    def groups(self) -> list[tuple[Weight, ...]]:
+        """The single parameters of the value: a group of those that are in one product."""
+        if not self.parts:
+            return [(self,)]
+        of_parts = [part.groups for part in self.parts]
+        if self.in_turn:
+            return [group for groups in of_parts for group in groups]
+        in_turn = len({len(groups) for groups in of_parts}) == 1  # in each round the parts' parts of that round
+        together = zip(*of_parts, strict=True) if in_turn else [[group for groups in of_parts for group in groups]]
+        return [tuple(single for group in groups for single in group) for groups in together]
+
+    @property
+    def singles(self) -> list[Weight]:
+        """The single parameters of the value."""
+        return [single for group in self.groups for single in group]
 
 
 Weights = tuple[Weight | None, ...]
@@ -94,12 +125,12 @@ def moved(eqn: Any, weights: list[Weight | None]) -> list[Weight | None] | None:
     if name not in _LAYOUT:
         return None
     if name == "split":
-        return [_cut(weights[0], eqn.invars[0].aval, result.aval) for result in eqn.outvars]
+        return _split(eqn, weights[0])
     before, after = eqn.invars[0].aval, eqn.outvars[0].aval
     weight = _cut(weights[0], before, after)
     if weight is None:
         return [None]
-    if name == "broadcast_in_dim" and after.size != before.size:
+    if name in ("broadcast_in_dim", "tile") and after.size != before.size and not is_matrix(before):
         return [None]
     if name == "gather" and not (is_matrix(before) and eqn.invars[1].aval.ndim == 1):  # several rows of an embedding
         return [None]
@@ -107,7 +138,7 @@ def moved(eqn: Any, weights: list[Weight | None]) -> list[Weight | None] | None:
         return [None]
     if name == "convert_element_type":
         return [dataclasses.replace(weight, cast=True)]
-    return [weight]
+    return [_of_stack(eqn, weight)]
 
 
 def _scaled(eqn: Any, weights: list[Weight | None]) -> Weight | None:
@@ -129,24 +160,59 @@ def _cut(weight: Weight | None, before: Any, after: Any) -> Weight | None:
     return None if row or not is_float(after) else weight
 
 
+def _split(eqn: Any, weight: Weight | None) -> list[Weight | None]:
+    """What the results of a split are."""
+    found, start = [], 0
+    for size, result in zip(eqn.params["sizes"], eqn.outvars, strict=True):
+        part = _cut(weight, eqn.invars[0].aval, result.aval)
+        if part is not None and part.cuts is not None:
+            part = part_of_stack(part, start, start + size) if eqn.params["axis"] == 0 else part
+        found.append(part)
+        start += size
+    return found
+
+
+def _of_stack(eqn: Any, weight: Weight) -> Weight:
+    """What a layout primitive makes of a stack of parameters: the same stack, a part of it, or only their array."""
+    if weight.cuts is None or eqn.primitive.name in _KEEP_STACKS:
+        return weight
+    before, after, params = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape, eqn.params
+    match eqn.primitive.name:
+        case "transpose":
+            kept = params["permutation"][0] == 0
+        case "reshape":
+            kept = before[0] == after[0]
+        case "slice" if params["strides"] is None or params["strides"][0] == 1:
+            return part_of_stack(weight, params["start_indices"][0], params["limit_indices"][0])
+        case _:
+            kept = False
+    return weight if kept else dataclasses.replace(weight, cuts=None)
+
+
+def part_of_stack(weight: Weight, start: int, stop: int) -> Weight:
+    """What a stack is from one of its parts to another; the part itself if it is one alone."""
+    if stop - start == len(weight.parts):
+        return weight
+    if stop - start == 1:
+        return dataclasses.replace(weight.parts[start], cast=weight.cast)
+    cuts = sorted({0, stop - start, *(n - start for n in weight.cuts or () if start < n < stop)})
+    return dataclasses.replace(joined(weight.parts[start:stop]), cast=weight.cast, cuts=tuple(cuts))
+
+
+def joined(parts: Sequence[Weight]) -> Weight:
+    """The parameter that several are together; a parameter with itself is that one."""
+    first = parts[0]
+    cast = any(part.cast for part in parts)
+    if all(part == first for part in parts):
+        return dataclasses.replace(first, cuts=None)
+    return Weight(first.name, first.leaf, cast=cast, shard=first.shard, parts=tuple(parts))
+
+
 def source(eqn: Any, number: int) -> int:
     """The number of the operand that a result of such an equation is."""
     if eqn.primitive.name in _SCALING:
         return 0 if eqn.invars[0].aval.ndim else 1
     return number if eqn.primitive.name in _EACH else 0
-
-
-def moved_master(eqn: Any, number: int, master: Any, operands: list[Any]) -> Any:
-    """What such an equation makes of its operand's master, for the result of that number; it stays in its dtype."""
-    if eqn.primitive.name in ("convert_element_type", "optimization_barrier"):
-        return master
-    if is_packed(master):
-        return master.mT if eqn.primitive.name == "transpose" else master
-    if eqn.primitive.name in _SCALING:
-        operands = [jnp.asarray(operand, master.dtype) for operand in operands]
-    operands = [master if i == source(eqn, number) else operand for i, operand in enumerate(operands)]
-    results = eqn.primitive.bind(*operands, **eqn.params)
-    return results[number] if eqn.primitive.multiple_results else results
 
 
 @dataclasses.dataclass(frozen=True)
@@ -194,3 +260,21 @@ def array_of(t: Traced, variable: Any) -> Any:
 def arrays_of(values: list[Traced], variables: Any) -> list[Any]:
     """See `array_of`."""
     return [array_of(t, v) for t, v in zip(values, variables, strict=True)]
+
+
+def moved_master(eqn: Any, number: int, operands: list[Traced], values: list[Any]) -> Any:
+    """The master of an equation's result of that number, made of its operands' masters; these keep their dtype.
+
+    Arguments:
+        values: the operands' values.
+    """
+    master = operands[source(eqn, number)].master
+    if eqn.primitive.name in ("convert_element_type", "optimization_barrier"):
+        return master
+    if is_packed(master):
+        return master.mT if eqn.primitive.name == "transpose" else master
+    dtype = jnp.result_type(*(t.master.dtype for t in operands if t.weight is not None))
+    given = [value if t.weight is None else t.master for t, value in zip(operands, values, strict=True)]
+    given = [jnp.asarray(v, dtype) if jnp.issubdtype(jnp.result_type(v), jnp.floating) else v for v in given]
+    results = eqn.primitive.bind(*given, **eqn.params)
+    return results[number] if eqn.primitive.multiple_results else results
