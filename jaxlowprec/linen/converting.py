@@ -5,21 +5,26 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import jax
+import numpy as np
 from flax import linen as nn
 
 from jaxlowprec.arguments import shown
 from jaxlowprec.layers.layer_call import own_product
+from jaxlowprec.linen.grouped import GroupedDense
 from jaxlowprec.linen.layers import Dense, DenseGeneral, Einsum, base_call, dense, dense_general, layer_einsum
 from jaxlowprec.recipes import silence
 from jaxlowprec.recipes.autocast import FROM_CONTEXT, resolve
 from jaxlowprec.recipes.roles import Recipe
+from jaxlowprec.recipes.uses import Use, use_of
 
 _WHO = "linen.convert"
 _OURS: dict[type, Any] = {nn.Dense: Dense, nn.DenseGeneral: DenseGeneral, nn.Einsum: Einsum}
+LAYERS: Any = (nn.Dense, nn.DenseGeneral, nn.Einsum, nn.Conv, nn.Embed, GroupedDense)
+"""The layers with a kernel or an embedding of their own that `jaxlowprec.explain` has rows for."""
 _CALLS: dict[type, Any] = {nn.Dense: dense, nn.DenseGeneral: dense_general, nn.Einsum: layer_einsum}
 
 
@@ -31,6 +36,8 @@ class _Conversion:
         names: every layer that has been called, because what nn.jit has traced does not call it again.
         followed: those that have followed the rules.
         left: those of the latest call that stay Flax's although the rules would reach them, each with the reason.
+        own: the paths of the modules that have been called and are none of Flax's.
+        tables: the numbers of rows of the embeddings that have been called.
     """
 
     module: type
@@ -38,6 +45,8 @@ class _Conversion:
     names: set[str] = dataclasses.field(default_factory=set, compare=False)
     followed: set[str] = dataclasses.field(default_factory=set, compare=False)
     left: dict[str, str] = dataclasses.field(default_factory=dict, compare=False)
+    own: set[str] = dataclasses.field(default_factory=set, compare=False)
+    tables: set[int] = dataclasses.field(default_factory=set, compare=False)
 
 
 _BEFORE = "_before_conversion"  # the name of a converted class's attribute: the class of the module as it was
@@ -53,7 +62,8 @@ def convert(module: Any, rules: Recipe | None = FROM_CONTEXT) -> Any:
     for one is loaded by the other. A layer is named by its path in the model, such as "block_0/mlp/up".
 
     Flax's own stay layers that the rules keep in high precision, instances of your own subclasses, and layers with a
-    `dot_general=` or `dot_general_cls=`; a warning names the latter two.
+    `dot_general=` or `dot_general_cls=`; a warning names the latter two. Another names the largest matrices that are
+    parameters of your own modules: `jaxlowprec.quantize_matmuls` reaches their products.
 
     Arguments:
         module: a Linen module that is not bound: as it is made outside other modules, before `init` or `apply`.
@@ -127,7 +137,7 @@ def _under(conversion: _Conversion, method: Callable[..., Any]) -> Callable[...,
         with nn.intercept_methods(_intercept):
             result = converted(*args, **kwargs)
         if method.__name__ == "__call__":  # other methods need not reach every layer
-            silence.warn_once(_WHO, conversion.rules, _complaints(conversion), depth=1)
+            silence.warn_once(_WHO, conversion.rules, _complaints(conversion, args[0]), depth=1)
         return result
 
     return outermost
@@ -136,7 +146,9 @@ def _under(conversion: _Conversion, method: Callable[..., Any]) -> Callable[...,
 def _intercept(call: Any, args: Any, kwargs: Any, context: nn.module.InterceptorContext) -> Any:
     """A method's call; that of a linear layer is computed as this library's."""
     layer, method = context.module, context.method_name
-    followed = rules_of(layer) if method == "__call__" else None
+    if is_own(layer) and (conversion := _in_force.value) is not None:
+        conversion.own.add("/".join(layer.path))
+    followed = rules_of(layer, *args) if method == "__call__" else None
     if followed is None:
         return call(*args, **kwargs)
     kind: Any = next(flax for flax in _CALLS if isinstance(layer, flax))
@@ -144,9 +156,11 @@ def _intercept(call: Any, args: Any, kwargs: Any, context: nn.module.Interceptor
     return _CALLS[kind](layer, followed[0], flaxs, *args, **kwargs)
 
 
-def rules_of(layer: nn.Module) -> tuple[Any] | None:
+def rules_of(layer: nn.Module, *inputs: Any) -> tuple[Any] | None:
     """The rules that a layer follows because its model was converted, in a tuple; None if it was not."""
     conversion = _in_force.value
+    if conversion is not None and isinstance(layer, nn.Embed):
+        conversion.tables.add(layer.num_embeddings)
     if conversion is None or not isinstance(layer, (*_CALLS,)):
         return None
     name, rules = "/".join(layer.path), conversion.rules
@@ -156,10 +170,14 @@ def rules_of(layer: nn.Module) -> tuple[Any] | None:
     elif reason := _reason(layer):
         conversion.left[name] = reason
         return None
-    recipe = resolve(_WHO, rules)
-    if rules is FROM_CONTEXT or (recipe is not None and recipe.within(name) is not None):
+    recipe, use = resolve(_WHO, rules), Use.UNKNOWN
+    if isinstance(layer, nn.Dense) and inputs:
+        shape = np.shape(inputs[0])[-1], layer.features
+        use = use_of(name, shape, vocabulary=max(conversion.tables, default=0))
+    own = None if recipe is None else recipe.within(name, use)
+    if rules is FROM_CONTEXT or own is not None:
         conversion.followed.add(name)
-    return (rules,)
+    return (rules if rules is FROM_CONTEXT or use is Use.UNKNOWN else own,)
 
 
 def _reason(layer: Any) -> str:
@@ -170,15 +188,41 @@ def _reason(layer: Any) -> str:
     return f"{product}= is set" if product else ""
 
 
-def _complaints(conversion: _Conversion) -> list[str]:
+def is_own(module: nn.Module) -> bool:
+    """Whether a module is none of Flax's or this library's, nor a subclass of a layer that `convert` names."""
+    kind = getattr(type(module), _BEFORE, type(module))
+    return kind.__module__.split(".")[0] not in ("flax", "jaxlowprec") and not isinstance(module, LAYERS)
+
+
+def own_matrices(params: Any, modules: Collection[str], path: str = "") -> dict[str, tuple[int, ...]]:
+    """The shapes of parameters with several axes, by their paths, of those of these modules that are in a subtree.
+
+    Arguments:
+        params: the parameters of the module at `path`.
+        modules: paths of modules.
+    """
+    found = {}
+    for name, value in nn.meta.unbox(params).items() if isinstance(params, Mapping) else ():
+        inner = f"{path}/{name}" if path else name
+        if isinstance(value, Mapping):
+            found |= own_matrices(value, modules, inner)
+        elif path in modules and sum(n != 1 for n in getattr(value, "shape", ())) > 1:
+            found[inner] = tuple(value.shape)
+    return found
+
+
+def _complaints(conversion: _Conversion, module: nn.Module) -> list[str]:
     """What the conversion has not reached."""
     left = ", ".join(f"{name!r} ({reason})" for name, reason in conversion.left.items())
     found = [f"these layers stay Flax's: {left}"] if left else []
-    if conversion.rules is not FROM_CONTEXT:
-        return found + silence.complaints(conversion.rules, conversion.names, conversion.followed)
-    if not conversion.followed:
+    rules, names = conversion.rules, conversion.names
+    own = own_matrices(module.variables.get("params", {}), conversion.own, "/".join(module.path))
+    if rules is not FROM_CONTEXT:
+        own = {name: shape for name, shape in own.items() if rules.within(name) is not None}
+        found += silence.complaints(rules, names, conversion.followed)
+    elif not conversion.followed:
         found.append(
             f"{conversion.module.__name__} has called no Dense, DenseGeneral or Einsum to convert; see "
             "jaxlowprec.quantize_matmuls"
         )
-    return found
+    return found + silence.closing_line(len(conversion.followed), len(names), own)

@@ -24,22 +24,23 @@ from jaxlowprec.layers.linear import kernel_matrices
 from jaxlowprec.layers.low_rank import LoRAKernel, without_adapter
 from jaxlowprec.layers.watching.seeing import seeing_calls
 from jaxlowprec.layers.weight_only import check_whole_blocks, quantize_weight
-from jaxlowprec.linen.converting import rules_of
+from jaxlowprec.linen import converting as linen_converting
 from jaxlowprec.models.quantize_matmuls import QuantizedMatmuls, TracedFunction
 from jaxlowprec.models.transform.products import Product
 from jaxlowprec.models.transform.weights import Weight, has_matrices
 from jaxlowprec.moe.grouped_linear import MODULE_TYPE
+from jaxlowprec.nnx import converting as nnx_converting
 from jaxlowprec.recipes import silence
 from jaxlowprec.recipes.autocast import FROM_CONTEXT, autocast, resolve
 from jaxlowprec.recipes.roles import GEMMS, Recipe, Role, Roles
 from jaxlowprec.recipes.sums import IN_FLOAT32, Sums
+from jaxlowprec.recipes.uses import Use
 
 _HIGH_PRECISION = Roles(None, None, None)
 _GROUPED = (jaxlowprec.linen.GroupedDense, jaxlowprec.nnx.GroupedLinear)
 _OUR_LINEN = (jaxlowprec.linen.Dense, jaxlowprec.linen.DenseGeneral, jaxlowprec.linen.Einsum, _GROUPED[0])
 _OURS = (*_OUR_LINEN, jaxlowprec.nnx.Linear, jaxlowprec.nnx.LinearGeneral, jaxlowprec.nnx.Einsum, _GROUPED[1])
-_LINEN = (nn.Dense, nn.DenseGeneral, nn.Einsum, nn.Conv, nn.Embed, _GROUPED[0])
-_NNX = (nnx.Linear, nnx.LinearGeneral, nnx.Einsum, nnx.Conv, nnx.Embed, _GROUPED[1])
+_OWN = "its module's own: see jaxlowprec.quantize_matmuls"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -196,9 +197,11 @@ def _of_product(
 ) -> AppliedRecipe:
     """What a recipe does to a parameter in a product, in which others are joined with it."""
     name, note = weight.name, product.reason
-    own = traced.following.recipe_at(name)
-    if own is None:
-        note = note or ("no recipe" if rules is None else "left out by the recipe")
+    own, use = traced.following.recipe_at(name), traced.following.uses.get(name, Use.UNKNOWN)
+    if own is None and not note:
+        note = "no recipe" if rules is None else "left out by the recipe"
+    by_name = None if rules is None else rules.within(name)
+    reason = use.value if own != by_name else ""
     module_type = MODULE_TYPE if product.grouped else "linear"
     roles = _HIGH_PRECISION if note or own is None else own.roles(module_type, name)
     if others and not product.weight.computed:
@@ -207,7 +210,7 @@ def _of_product(
         note = f"but the first {ends[0]} and last {ends[1]} of its stack"
     leaf = traced.leaves[weight.leaf]
     whole = others or product.weight.shard or product.weight.computed
-    row = AppliedRecipe(name, leaf.shape if whole else product.shape, roles, note)
+    row = AppliedRecipe(name, leaf.shape if whole else product.shape, roles, ", ".join(filter(None, [note, reason])))
     return _with_packed(dataclasses.replace(row, sums=_sums_of(own, product.grouped)), leaf.packed)
 
 
@@ -292,7 +295,7 @@ def _served(who: str, applied: AppliedRecipe, kernel: Any) -> QuantizedArray | L
 def _applied(
     path: str, name: str, layer: Any, kernel: Any, axes: tuple[int, int] | None, converted: tuple[Any] | None = None
 ) -> AppliedRecipe:
-    """What the recipe does to a layer of this name in the current scope; converted: see `rules_of`."""
+    """What the recipe does to a layer of this name in the current scope; converted: see `linen_converting.rules_of`."""
     if isinstance(kernel, LoRAKernel | QuantizedArray):
         weight = without_adapter(kernel)
         loaded = isinstance(weight, QuantizedArray)
@@ -302,7 +305,8 @@ def _applied(
         return AppliedRecipe(path, kernel.shape, note="no jaxlowprec layer")
     recipe = resolve("explain", layer.recipe if converted is None else converted[0])
     if recipe is None:
-        return AppliedRecipe(path, kernel.shape, note="no recipe")
+        left_out = converted is not None and converted[0] is None
+        return AppliedRecipe(path, kernel.shape, note="left out by the recipe" if left_out else "no recipe")
     if (product := own_product(layer)) and layer.recipe is FROM_CONTEXT:
         return AppliedRecipe(path, kernel.shape, note=f"{product}= is set")
     note = "" if recipe.applies_to(name) else "left out by the recipe"
@@ -351,13 +355,13 @@ def _nnx_layers(model: nnx.Module) -> dict[str, AppliedRecipe]:
     """The layers by their paths."""
     found = {}
     for path, layer in nnx.iter_modules(model):
-        if isinstance(layer, _NNX):
+        if isinstance(layer, nnx_converting.LAYERS):
             kernel = (layer.embedding if isinstance(layer, nnx.Embed) else layer.kernel).get_value()
             name, axes = getattr(layer, "name", ""), _nnx_axes(layer, kernel)
             adapter = getattr(layer, "adapter", None)
             kernel = kernel if adapter is None else LoRAKernel(kernel, adapter)
             found[_joined(path)] = _applied(_joined(path), name, layer, kernel, axes)
-    return found
+    return found | {path: AppliedRecipe(path, s, note=_OWN) for path, s in nnx_converting.own_matrices(model).items()}
 
 
 def _nnx_axes(layer: nnx.Module, kernel: Any) -> tuple[int, int] | None:
@@ -381,17 +385,24 @@ def _einsum_axes(subscripts: str, x_ndim: int, kernel_ndim: int, own_ndim: int) 
 def _linen_layers(model: nn.Module, variables: Any, *args: Any, **kwargs: Any) -> dict[str, AppliedRecipe]:
     """The layers by their paths."""
     found: dict[str, AppliedRecipe] = {}
+    own: set[str] = set()
 
     def look(call: Any, call_args: Any, call_kwargs: Any, context: nn.module.InterceptorContext) -> Any:
         layer = context.module
-        if isinstance(layer, _LINEN) and context.method_name == "__call__" and _joined(layer.path) not in found:
+        if linen_converting.is_own(layer):
+            own.add(_joined(layer.path))
+        if (
+            isinstance(layer, linen_converting.LAYERS)
+            and context.method_name == "__call__"
+            and _joined(layer.path) not in found
+        ):
             name = "embedding" if isinstance(layer, nn.Embed) else "kernel"
             kernel = variables["params"]
             for key in (*layer.path, name):
                 kernel = kernel[key]
             kernel = nn.meta.unbox(kernel)
             axes = _linen_axes(layer, kernel, *call_args, **call_kwargs) if name == "kernel" else None
-            path, converted = _joined(layer.path), rules_of(layer)
+            path, converted = _joined(layer.path), linen_converting.rules_of(layer, *call_args)
             found[path] = _applied(path, path, layer, kernel, axes, converted)
             if not isinstance(kernel, QuantizedArray | LoRAKernel):
                 # in high precision, so that layers that cannot follow the recipe are seen, too
@@ -410,7 +421,8 @@ def _linen_layers(model: nn.Module, variables: Any, *args: Any, **kwargs: Any) -
 
     with nn.intercept_methods(look), seeing_calls():
         jax.eval_shape(apply, arrays)
-    return found
+    matrices = linen_converting.own_matrices(variables["params"], own)
+    return found | {path: AppliedRecipe(path, shape, note=_OWN) for path, shape in matrices.items()}
 
 
 def _linen_axes(

@@ -20,11 +20,13 @@ from jaxlowprec.models.layer_names import layer_name
 from jaxlowprec.models.transform import modules
 from jaxlowprec.models.transform.evaluating import evaluate
 from jaxlowprec.models.transform.following import Following
+from jaxlowprec.models.transform.uses import Uses
 from jaxlowprec.models.transform.weights import Traced, Weight, arrays_of, has_matrices, is_float, is_packed
 from jaxlowprec.recipes import silence
 from jaxlowprec.recipes.autocast import FROM_CONTEXT, resolve
 from jaxlowprec.recipes.roles import Recipe
 from jaxlowprec.recipes.transformer_engine import DelayedScaling
+from jaxlowprec.recipes.uses import Use
 
 _WHO = "quantize_matmuls"
 _LARGEST = 3  # so many parameters are named that stay in high precision
@@ -194,9 +196,12 @@ class TracedFunction:
             raise
         self._results = jax.tree.structure(shapes)
         self._weights = tuple(self._weight(i, recipe) for i in range(len(self.leaves)))
-        self.following = Following(recipe)
         self.has_packed = any(map(is_packed, self._values))
+        self.following = Following(recipe)
         self.changes = self.following.through(self._closed.jaxpr, self._weights).changes
+        if uses := self._uses():
+            self.following = Following(recipe, uses)
+            self.changes = self.following.through(self._closed.jaxpr, self._weights).changes
 
     def _weight(self, number: int, recipe: Recipe | None) -> Weight | None:
         """The parameter that an array is."""
@@ -207,6 +212,17 @@ class TracedFunction:
         if ends is not None and is_packed(value):  # some of its layers follow the recipe, others do not
             self._values[number] = value.merged()
         return Weight(name, number, ends=ends, packed=is_packed(self._values[number]))
+
+    def _uses(self) -> dict[str, Use]:
+        """What layers are for, where the recipe asks for it: see `DEFAULT_EXCLUDE`."""
+        following, rules = self.following, self.following.recipe
+        named = [(single.name, product) for product in following.products for single in product.weight.singles]
+        if rules is None or not any(rules.within(n) != rules.within(n, use) for n, _ in named for use in Use):
+            return {}
+        tables = [self.leaves[i].shape[-2] for i, by in following.lost.items() if by == "gather"]
+        uses = Uses(self._closed.jaxpr, following.by_equation)
+        found = {name: uses.of(product, name, max(tables, default=0)) for name, product in named}
+        return {name: use for name, use in found.items() if use is not Use.UNKNOWN}
 
     @property
     def names(self) -> list[str]:

@@ -7,13 +7,18 @@ from typing import Any
 from flax import nnx
 
 from jaxlowprec.layers.layer_call import own_product
+from jaxlowprec.nnx.grouped import GroupedLinear
 from jaxlowprec.nnx.layers import Einsum, Linear, LinearGeneral, _check_model, _Quantizing
 from jaxlowprec.recipes import silence
 from jaxlowprec.recipes.autocast import FROM_CONTEXT, resolve
 from jaxlowprec.recipes.roles import Recipe
+from jaxlowprec.recipes.uses import Use, use_of
 
 _WHO = "nnx.convert"
 _OURS: dict[type, Any] = {nnx.Linear: Linear, nnx.LinearGeneral: LinearGeneral, nnx.Einsum: Einsum}
+_CONTAINERS = tuple(getattr(nnx, name) for name in ("Dict", "List", "Sequential") if hasattr(nnx, name))
+LAYERS: Any = (nnx.Linear, nnx.LinearGeneral, nnx.Einsum, nnx.Conv, nnx.Embed, GroupedLinear)
+"""The layers with a kernel or an embedding of their own that `jaxlowprec.explain` has rows for."""
 
 
 def convert(model: Any, rules: Recipe | None = FROM_CONTEXT) -> Any:
@@ -25,7 +30,8 @@ def convert(model: Any, rules: Recipe | None = FROM_CONTEXT) -> Any:
     gives the layers other rules, None among them. If a layer is refused, none is changed.
 
     Flax's own stay layers that the rules keep in high precision, instances of your own subclasses, and layers with a
-    `dot_general=`, `dot_general_cls=` or `einsum_op=` of their own; a warning names the latter two.
+    `dot_general=`, `dot_general_cls=` or `einsum_op=` of their own; a warning names the latter two. Another names the
+    largest matrices that are parameters of your own modules: `jaxlowprec.quantize_matmuls` reaches their products.
 
     Arguments:
         model: any NNX module.
@@ -51,6 +57,7 @@ def convert(model: Any, rules: Recipe | None = FROM_CONTEXT) -> Any:
     _check_model(_WHO, model)
     recipe = resolve(_WHO, rules)
     names, followed, left, changes = [], [], [], []
+    uses = _uses(model)
     kinds: Any = (_Quantizing, *_OURS)
     layer: Any
     for path, layer in list(nnx.iter_modules(model)):
@@ -63,6 +70,8 @@ def convert(model: Any, rules: Recipe | None = FROM_CONTEXT) -> Any:
             left.append(f"{name!r} ({reason})")
             continue
         own = rules if rules is FROM_CONTEXT or recipe is None else recipe.at(name)
+        if recipe is not None and rules is not FROM_CONTEXT and (use := uses.get(path)) is not None:
+            own = recipe.within(name, use)
         if own is not None:
             followed.append(name)
         if own is not None or (ours and layer.converted):
@@ -75,8 +84,21 @@ def convert(model: Any, rules: Recipe | None = FROM_CONTEXT) -> Any:
             layer._set_up(own, name, None)
             layer.converted = True
     if rules is not None:
-        silence.warn_once(_WHO, rules, _complaints(rules, names, followed, left), depth=1)
+        silence.warn_once(_WHO, rules, _complaints(rules, model, names, followed, left), depth=1)
     return model
+
+
+def _uses(model: nnx.Module) -> dict[Any, Use]:
+    """What Linear layers are for, by their paths, where their shapes tell."""
+    layers = {path: m for path, m in nnx.iter_modules(model) if isinstance(m, nnx.Linear | nnx.Embed)}
+    vocabulary = max((m.num_embeddings for m in layers.values() if isinstance(m, nnx.Embed)), default=0)
+    shapes = {path: (m.in_features, m.out_features) for path, m in layers.items() if isinstance(m, nnx.Linear)}
+    found = {}
+    for path, shape in shapes.items():
+        has_twin = any(p != path and p[:-1] == path[:-1] and other == shape for p, other in shapes.items())
+        name = "/".join(map(str, path))
+        found[path] = use_of(name, shape, has_twin=has_twin, vocabulary=vocabulary)
+    return {path: use for path, use in found.items() if use is not Use.UNKNOWN}
 
 
 def reason_to_stay(layer: Any) -> str:
@@ -96,11 +118,26 @@ def _again(layer: Any, recipe: Any, name: str) -> None:
             layer._set_state()
 
 
-def _complaints(rules: Any, names: list[str], followed: list[str], left: list[str]) -> list[str]:
+def own_matrices(model: nnx.Module) -> dict[str, tuple[int, ...]]:
+    """The shapes of parameters with several axes that are in no layer of Flax's or of this library, by their paths."""
+    modules = dict(nnx.iter_modules(model))
+    found = {}
+    for path, variable in nnx.to_flat_state(nnx.state(model, nnx.Param)):
+        owner = next(modules[path[:n]] for n in reversed(range(len(path))) if path[:n] in modules)
+        is_own = isinstance(owner, _CONTAINERS) or type(owner).__module__.split(".")[0] not in ("flax", "jaxlowprec")
+        shape = getattr(variable.get_value(), "shape", ())
+        if is_own and not isinstance(owner, LAYERS) and sum(n != 1 for n in shape) > 1:
+            found["/".join(map(str, path))] = tuple(shape)
+    return found
+
+
+def _complaints(rules: Any, model: nnx.Module, names: list[str], followed: list[str], left: list[str]) -> list[str]:
     """What the conversion did not reach."""
     found = [f"these layers stay Flax's: {', '.join(left)}"] if left else []
+    own = own_matrices(model)
     if rules is not FROM_CONTEXT:
-        return found + silence.complaints(rules, names, followed)
-    if not followed:
+        own = {name: shape for name, shape in own.items() if rules.within(name) is not None}
+        found += silence.complaints(rules, names, followed)
+    elif not followed:
         found.append("the model has no Linear, LinearGeneral or Einsum to convert; see jaxlowprec.quantize_matmuls")
-    return found
+    return found + silence.closing_line(len(followed), len(names), own)

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxlowprec.arguments import is_one_of, shown
+from jaxlowprec.recipes.uses import HEADS, ROUTERS, Use
 
 
 def environment_flag(variable: str, default: bool = False) -> bool:
@@ -78,6 +79,14 @@ def check_pattern(where: str, pattern: str) -> None:
         raise ValueError(f"{where} has {shown(pattern)}, which is not a valid regular expression: {error}") from None
 
 
-def is_chosen(name: str, include: Sequence[str], exclude: Sequence[str]) -> bool:
-    """Whether a pattern of `include` is found in the name and none of `exclude` is."""
+def is_chosen(name: str, include: Sequence[str], exclude: Sequence[str], use: Use = Use.UNKNOWN) -> bool:
+    """Whether a pattern of `include` is found in the name and none of `exclude` is.
+
+    Arguments:
+        use: what the layer is: of a router or head it is as if its name said so, of a projection as if it did not.
+    """
+    if (use is Use.ROUTER and ROUTERS in exclude) or (use is Use.HEAD and HEADS in exclude):
+        return False
+    if use is Use.PROJECTION:
+        exclude = [pattern for pattern in exclude if pattern != ROUTERS]
     return any(re.search(p, name) for p in include) and not any(re.search(p, name) for p in exclude)

@@ -8,10 +8,11 @@ from collections.abc import Iterable
 from typing import Any
 
 from jaxlowprec.arguments import a_text, shown
-from jaxlowprec.recipes.fields import check_pattern, check_patterns
+from jaxlowprec.recipes.fields import check_pattern, check_patterns, is_chosen
 from jaxlowprec.recipes.qat import DEFAULT_EXCLUDE
 from jaxlowprec.recipes.roles import Recipe, Roles
 from jaxlowprec.recipes.transformer_engine import Calibrating, DelayedScaling
+from jaxlowprec.recipes.uses import Use
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,12 +151,12 @@ class PerLayer(Recipe):
         """How many of the first and of the last layers of the stack of this name stay in high precision, or None."""
         return next(((first, last) for pattern, first, last in self.stacks if re.fullmatch(pattern, name)), None)
 
-    def within(self, name: str) -> Recipe | None:
-        """The recipe of a layer that is not among the ends of its stack."""
-        if any(re.search(pattern, name) for pattern in self.exclude):
+    def within(self, name: str, use: Use = Use.UNKNOWN) -> Recipe | None:
+        """The recipe of a layer that is not among the ends of its stack, and of this use."""
+        if not is_chosen(name, (".*",), self.exclude, use):
             return None
         found = next((recipe for pattern, recipe in self.rules if re.fullmatch(pattern, name)), self.default)
-        return None if found is None else found.within(name)
+        return None if found is None else found.within(name, use)
 
     def unmatched(self, names: Iterable[str]) -> list[str]:
         """The regular expressions of rules and stacks that match none of these names."""

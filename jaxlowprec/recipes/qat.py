@@ -14,6 +14,7 @@ from jaxlowprec.arguments import one_of, shown
 from jaxlowprec.arrays.formats import Format, Int4
 from jaxlowprec.recipes.fields import check_patterns, environment_flag, is_chosen
 from jaxlowprec.recipes.roles import Recipe, Role, Roles, StraightThrough
+from jaxlowprec.recipes.uses import HEADS, ROUTERS, Use
 
 DEFAULT_EXCLUDE = (
     r"(?i)embed",
@@ -21,10 +22,18 @@ DEFAULT_EXCLUDE = (
     r"(?i)norm",
     r"(?i)(^|[/.])ln(_\w+)?($|[/.])",
     r"(?i)router",
-    r"(?i)(^|[/.])(\w+_)?gate($|[/.])",
-    r"(?i)(^|[/.])(\w+_)?head($|[/.])",
+    ROUTERS,
+    HEADS,
 )
-"""Layers that stay in high precision: embeddings, norms, routers, experts' gates (`gate`, not `gate_proj`), heads."""
+"""Layers that stay in high precision: embeddings, norms, routers (`gate` and `moe_gate`, not `w_gate` or `gate_proj`)
+and heads (`lm_head`, `logits`, `classifier`).
+
+Where a name cannot tell, shape and use decide, and `explain` shows it. `quantize_matmuls` sees what a result is used
+for: what feeds a top-k, and what is as long as the vocabulary and multiplied no further, stays in high precision under
+any name; a `gate` that feeds neither a top-k nor a softmax follows the recipe; an `output` or `fc` that feeds a softmax
+does not. `convert` sees shapes: a `gate` follows the recipe if a layer beside it has its shape (NNX), or if it is not
+narrower than its input; an `output` or `fc` outside numbered blocks that is as long as the vocabulary does not.
+"""
 
 
 class QAT(Recipe):
@@ -49,6 +58,13 @@ class QAT(Recipe):
     def applies_to(self, name: str) -> bool:
         """Whether a pattern of `include` matches and none of `exclude` does."""
         return is_chosen(name, self.include, self.exclude)
+
+    def within(self, name: str, use: Use = Use.UNKNOWN) -> Recipe | None:
+        """The recipe of a layer of this name and use, or None."""
+        if not is_chosen(name, self.include, self.exclude, use):
+            return None
+        chosen: Any = self  # what is chosen by its use has a name that is left out
+        return self if self.applies_to(name) else dataclasses.replace(chosen, include=(".*",), exclude=())
 
     def roles(self, module_type: str = "linear", name: str = "") -> Roles:
         """A role for the weight only, in the layers that the patterns choose."""

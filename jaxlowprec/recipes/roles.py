@@ -17,6 +17,7 @@ from jaxlowprec.arrays.hadamard import Hadamard
 from jaxlowprec.ops.quantize.checks import ROUNDINGS, Rounding, check_eden
 from jaxlowprec.recipes.fields import check_field
 from jaxlowprec.recipes.sums import Sums
+from jaxlowprec.recipes.uses import Use
 
 if TYPE_CHECKING:
     from jaxlowprec.recipes.transformer_engine import DelayedScaling
@@ -336,8 +337,8 @@ class Recipe:
         """The recipe that a layer of this name follows; None for high precision."""
         return self if self.applies_to(name) else None
 
-    def within(self, name: str) -> Recipe | None:
-        """The same of a layer that is known not to be among the ends of its stack, see `ends`."""
+    def within(self, name: str, use: Use = Use.UNKNOWN) -> Recipe | None:
+        """The same of a layer that is known not to be among the ends of its stack, see `ends`, and of its use."""
         return self.at(name)
 
     def ends(self, name: str) -> tuple[int, int] | None:

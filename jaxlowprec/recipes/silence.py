@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import collections
 import difflib
+import math
 import re
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
+from jaxlowprec.recipes.fields import is_chosen
 from jaxlowprec.recipes.per_layer import PerLayer
+from jaxlowprec.recipes.qat import DEFAULT_EXCLUDE
 from jaxlowprec.recipes.roles import Recipe
 
 _NEAREST = 3
@@ -53,6 +56,26 @@ def complaints(recipe: Recipe, names: Iterable[str], products: Iterable[str]) ->
                 matched = [name for name in names if re.fullmatch(pattern, name)]
                 found.append(f"the rule {pattern!r} of {title} is for {listed(matched)}, in no matrix product")
     return found
+
+
+def closing_line(followed: int, layers: int, own: Mapping[str, tuple[int, ...]]) -> list[str]:
+    """What a conversion ends with if it does not reach every matrix of a model.
+
+    Arguments:
+        followed: the number of layers that follow a recipe.
+        layers: the number of all layers.
+        own: the matrices of modules that are none of Flax's layers, by their paths.
+    """
+    shapes = {name: shape for name, shape in own.items() if is_chosen(name, (".*",), DEFAULT_EXCLUDE)}
+    if not shapes:
+        return []
+    largest = sorted(shapes, key=lambda name: -math.prod(shapes[name]))
+    named = ", ".join(f"{name!r} {list(shapes[name])}" for name in largest[:_NEAREST])
+    more = f" and {len(largest) - _NEAREST} more" if len(largest) > _NEAREST else ""
+    return [
+        f"{followed} of {layers + len(shapes)} matrices are quantised; left: {named}{more}, which are parameters of "
+        "modules that are none of Flax's layers; jaxlowprec.quantize_matmuls reaches products by any parameter"
+    ]
 
 
 def listed(names: list[str]) -> str:

@@ -112,7 +112,15 @@ class TestPolicy:
         "name",
         [
             *("", "layers/0/mlp/up", "Dense_0", "model.layers.3.mlp.gate_proj", "mlp/gate_up_proj", "attention/out"),
-            *("multihead/query", "headroom", "blocks_1/qkv"),
+            *(
+                "multihead/query",
+                "headroom",
+                "blocks_1/qkv",
+                "ffw/w_gate",
+                "moe/we_gate",
+                "mlp_gate",
+                "attention/output",
+            ),
         ],
     )
     def test_by_default_a_layer_follows(self, name):
@@ -123,7 +131,15 @@ class TestPolicy:
         [
             *("lm_head", "model/head", "score_head", "embed_tokens", "Embed_0", "wte", "transformer/wpe"),
             *("norm1", "LayerNorm_0", "ln_f", "blocks/0/ln1x/ln_2", "moe/router", "mlp/gate", "model.mlp.gate"),
-            *("mlp/shared_expert_gate", "router_weights"),
+            *(
+                "mlp/shared_expert_gate",
+                "router_weights",
+                "moe_gate",
+                "logits",
+                "logitdense",
+                "classifier",
+                "final_logits",
+            ),
         ],
     )
     def test_by_default_a_layer_does_not(self, name):

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from jaxlowprec.models.transform import calls
@@ -11,6 +14,7 @@ from jaxlowprec.models.transform.products import Product, product_of
 from jaxlowprec.models.transform.weights import Weight, Weights, is_matrix, moved
 from jaxlowprec.moe.grouped_linear import MODULE_TYPE
 from jaxlowprec.recipes.roles import Recipe
+from jaxlowprec.recipes.uses import Use
 
 _DIFFERENT = "joined with parameters of other recipes"
 
@@ -50,19 +54,22 @@ class Following:
 
     Attributes:
         recipe: the recipe, or the rules; None: high precision.
+        uses: what layers are for, by their names, as far as it is known.
         products: every product by a parameter, in the order of the trace.
+        by_equation: the same by the ids of their equations.
         lost: maps a parameter's number to the first primitive that it was given to and not followed through.
     """
 
-    def __init__(self, recipe: Recipe | None):
-        self.recipe = recipe
+    def __init__(self, recipe: Recipe | None, uses: Mapping[str, Use] = MappingProxyType({})):
+        self.recipe, self.uses = recipe, uses
         self.products: list[Product] = []
+        self.by_equation: dict[int, list[Product]] = collections.defaultdict(list)
         self.lost: dict[int, str] = {}
         self._flows: dict[tuple[int, Weights], tuple[Any, Flow]] = {}
 
     def recipe_at(self, name: str) -> Recipe | None:
         """The recipe of the layer of a name."""
-        return None if self.recipe is None else self.recipe.within(name)
+        return None if self.recipe is None else self.recipe.within(name, self.uses.get(name, Use.UNKNOWN))
 
     def choices(self, weight: Weight) -> list[Any]:
         """The different things that the recipe says of a value's single parameters: one if it treats them alike."""
@@ -100,6 +107,7 @@ class Following:
             if not product.reason and len(self.choices(product.weight)) > 1:
                 product = dataclasses.replace(product, reason=_DIFFERENT, avoidable=True)
             self.products.append(product)
+            self.by_equation[id(eqn)].append(product)
             has_recipe = product.weight.packed or self.recipe_at(product.weight.name) is not None
             follows = has_recipe and not product.reason
             return Step(nothing, follows, product if follows else None)
