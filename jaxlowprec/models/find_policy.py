@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jaxlowprec.arguments import one_of, shown
 from jaxlowprec.models.policy_costs import Costs
 from jaxlowprec.models.policy_log import Log
-from jaxlowprec.models.quantize_matmuls import quantize_matmuls
+from jaxlowprec.models.quantize_matmuls import TracedFunction, quantize_matmuls
 from jaxlowprec.recipes.autocast import autocast
 from jaxlowprec.recipes.per_gemm import PerGemm
 from jaxlowprec.recipes.per_layer import PerLayer
@@ -194,7 +194,7 @@ def find_policy(
     costs = Costs(search.layers, labels, cost, by)
     effects = {unit: _effect([samples[unit, b, r] for b, r in search.samples()]) for unit in units}
     chosen = costs.choose(effects, budget)
-    recipe = _rules(chosen, labels, by)
+    recipe = _rules(chosen, labels, search.joined)
     table = [
         Measured(
             *unit, effect, costs.of(unit[0], unit[2]), costs.of(unit[0], None), chosen[unit[:2]] or "high precision"
@@ -233,6 +233,7 @@ class _Search:
 
     Attributes:
         layers: by name, multiply-adds of fprop and elements of the weight.
+        joined: the names of all parameters of a layer that the function joins from several.
     """
 
     def __init__(self, loss_fn, params, batches, labels: dict[str, Recipe], key, repeats: int, by: str):
@@ -240,6 +241,7 @@ class _Search:
         self.key, self.repeats = key, repeats
         self.gemms = tuple(GEMMS) if by == "gemm" else (WHOLE,)
         self.first = next(iter(labels.values()))
+        self.joined: dict[str, list[str]] = {}
         self.loss_fn, self.layers = self._with_layers(loss_fn)
         self.recipes: tuple[Recipe | None, ...] = (
             None,
@@ -273,6 +275,9 @@ class _Search:
                 f"{_WHO}: layers have no names, so no rule can tell them apart; call jaxlowprec.nnx.name_layers, or "
                 "give name="
             )
+        if function is not loss_fn:
+            traced = TracedFunction(loss_fn, (0,), (self.params, self.batches[0]), {}, self.first)
+            self.joined = {p.weight.name: [s.name for s in p.weight.singles] for p in traced.following.products}
         return function, dict(search.found)
 
     def units(self) -> list[Unit]:
@@ -407,8 +412,10 @@ def _bar(total: int, progress: bool) -> Any:
     return tqdm(total=total, desc=_WHO, disable=None if progress else True)
 
 
-def _rules(chosen: dict[tuple[str, str], str | None], labels: dict[str, Recipe], by: str) -> PerLayer:
-    """Rules by which every layer's GEMMs follow what is chosen for them."""
+def _rules(
+    chosen: dict[tuple[str, str], str | None], labels: dict[str, Recipe], joined: Mapping[str, list[str]]
+) -> PerLayer:
+    """Rules by which every layer's GEMMs follow what is chosen for them; joined: see `_Search`."""
     first = next(iter(labels.values()))
     layers: dict[Recipe | None, list[str]] = {}
     for name in dict.fromkeys(layer for layer, _ in chosen):
@@ -418,6 +425,6 @@ def _rules(chosen: dict[tuple[str, str], str | None], labels: dict[str, Recipe],
         recipes = set(found.values())
         recipe = recipes.pop() if len(recipes) == 1 else PerGemm(**found)
         if recipe != first:
-            layers.setdefault(recipe, []).append(name)
+            layers.setdefault(recipe, []).extend(joined.get(name, [name]))
     rules = tuple(("|".join(map(re.escape, names)), recipe) for recipe, names in layers.items())
     return PerLayer(rules, default=first)

@@ -140,6 +140,29 @@ def test_layers_of_a_scan_share_their_rule(model):
     assert sorted(row.layer for row in found.table) == ["blocks", "in"]
 
 
+@pytest.mark.slow
+def test_parameters_that_the_function_joins_have_one_rule(model):
+    """Blocks in a stack that a scan runs, whose queries and keys are one matrix; the rule holds for every block."""
+    w, (x, _) = model[0]["a"], model[1]
+    params = {"blocks": [{"q": w[:, :32], "k": w[:, 32:], "down": w.T} for _ in range(2)], "head": w}
+
+    def joining(params, x):
+        stack = jax.tree.map(lambda *parts: jnp.stack(parts), *params["blocks"])
+
+        def body(x, b):
+            fused = jnp.concatenate([b["q"], b["k"]], 1).astype(x.dtype)
+            return jnp.tanh(x @ fused) @ b["down"].astype(x.dtype), None
+
+        y = jax.lax.scan(body, x, stack)[0] @ params["head"].astype(x.dtype)
+        return jnp.square(y.astype(jnp.float32)).mean()
+
+    policy = jlp.find_policy(joining, params, [x], NVFP4, 1.0, by="layer")
+    assert {row.layer for row in policy.table} == {"blocks/0/q", "blocks/0/down", "head"}
+    names = ("blocks/1/q", "blocks/0/k", "blocks/1/k", "blocks/0/q", "blocks/1/down")
+    assert [policy.recipe.at(name) for name in names] == [None] * 5
+    assert policy.found.error == 0
+
+
 def test_layers_of_flax(model):
     _, batches = model
 
