@@ -201,7 +201,7 @@ def own_matrices(params: Any, modules: Collection[str], path: str = "") -> dict[
         params: the parameters of the module at `path`.
         modules: paths of modules.
     """
-    found = {}
+    found: dict[str, tuple[int, ...]] = {}
     for name, value in nn.meta.unbox(params).items() if isinstance(params, Mapping) else ():
         inner = f"{path}/{name}" if path else name
         if isinstance(value, Mapping):

@@ -12,8 +12,7 @@ from jaxlowprec.models.transform import calls
 from jaxlowprec.models.transform.joining import Origins, computed, joined_by
 from jaxlowprec.models.transform.products import Product, product_of
 from jaxlowprec.models.transform.weights import Weight, Weights, is_matrix, moved
-from jaxlowprec.moe.grouped_linear import MODULE_TYPE
-from jaxlowprec.recipes.roles import Recipe
+from jaxlowprec.recipes.roles import MODULE_TYPES, Recipe
 from jaxlowprec.recipes.uses import Use
 
 _DIFFERENT = "joined with parameters of other recipes"
@@ -76,7 +75,7 @@ class Following:
         found: list[Any] = []
         for single in weight.singles:
             recipe = self.recipe_at(single.name)
-            kinds = () if recipe is None else (recipe.roles(kind, single.name) for kind in ("linear", MODULE_TYPE))
+            kinds = () if recipe is None else (recipe.roles(kind, single.name) for kind in MODULE_TYPES)
             choice = recipe, *kinds
             if choice not in found:
                 found.append(choice)
