@@ -358,6 +358,8 @@ _FLAXS_PRODUCTS = {  # of these attributes, the values with which a layer comput
     "dot_general": (None, jax.lax.dot_general),
     "dot_general_cls": (None,),
     "einsum_op": (None, jnp.einsum),
+    "conv_general_dilated": (None, jax.lax.conv_general_dilated),
+    "conv_general_dilated_cls": (None,),
 }
 
 

@@ -2,12 +2,14 @@
 
 from jaxlowprec.linen.blocks import MLP, LayerNorm, NormLinear, RMSNorm
 from jaxlowprec.linen.converting import convert
+from jaxlowprec.linen.convolution import Conv
 from jaxlowprec.linen.grouped import GroupedDense
 from jaxlowprec.linen.layers import Dense, DenseGeneral, Einsum, keep_kernel_dtype
 from jaxlowprec.linen.moe import MoE
 
 __all__ = [
     "MLP",
+    "Conv",
     "Dense",
     "DenseGeneral",
     "Einsum",

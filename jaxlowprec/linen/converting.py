@@ -14,6 +14,7 @@ from flax import linen as nn
 
 from jaxlowprec.arguments import shown
 from jaxlowprec.layers.layer_call import own_product
+from jaxlowprec.linen.convolution import Conv, conv, windows_of
 from jaxlowprec.linen.grouped import GroupedDense
 from jaxlowprec.linen.layers import Dense, DenseGeneral, Einsum, base_call, dense, dense_general, layer_einsum
 from jaxlowprec.recipes import silence
@@ -22,10 +23,10 @@ from jaxlowprec.recipes.roles import Recipe
 from jaxlowprec.recipes.uses import Use, use_of
 
 _WHO = "linen.convert"
-_OURS: dict[type, Any] = {nn.Dense: Dense, nn.DenseGeneral: DenseGeneral, nn.Einsum: Einsum}
+_OURS: dict[type, Any] = {nn.Dense: Dense, nn.DenseGeneral: DenseGeneral, nn.Einsum: Einsum, nn.Conv: Conv}
 LAYERS: Any = (nn.Dense, nn.DenseGeneral, nn.Einsum, nn.Conv, nn.Embed, GroupedDense)
 """The layers with a kernel or an embedding of their own that `jaxlowprec.explain` has rows for."""
-_CALLS: dict[type, Any] = {nn.Dense: dense, nn.DenseGeneral: dense_general, nn.Einsum: layer_einsum}
+_CALLS: dict[type, Any] = {nn.Dense: dense, nn.DenseGeneral: dense_general, nn.Einsum: layer_einsum, nn.Conv: conv}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,14 +57,15 @@ and without it."""
 
 
 def convert(module: Any, rules: Recipe | None = FROM_CONTEXT) -> Any:
-    """The same module, whose Dense, DenseGeneral and Einsum layers compute as this library's, wherever they are made.
+    """The same module, whose Dense, DenseGeneral, Einsum and Conv layers compute as this library's, wherever they are.
 
     Parameters, their initial values, collections and RNGs are the module's own, and so are its methods: what is saved
     for one is loaded by the other. A layer is named by its path in the model, such as "block_0/mlp/up".
 
-    Flax's own stay layers that the rules keep in high precision, instances of your own subclasses, and layers with a
-    `dot_general=` or `dot_general_cls=`; a warning names the latter two. Another names the largest matrices that are
-    parameters of your own modules: `jaxlowprec.quantize_matmuls` reaches their products.
+    Flax's own stay layers that the rules keep in high precision, convolutions that are not matrix products (see
+    `Conv`), instances of your own subclasses, and layers with another function for their product (`dot_general=`,
+    `dot_general_cls=`, `conv_general_dilated=`); a warning names the latter two. Another names the largest matrices
+    that are parameters of your own modules: `jaxlowprec.quantize_matmuls` reaches their products.
 
     Arguments:
         module: a Linen module that is not bound: as it is made outside other modules, before `init` or `apply`.
@@ -148,7 +150,7 @@ def _intercept(call: Any, args: Any, kwargs: Any, context: nn.module.Interceptor
     layer, method = context.module, context.method_name
     if is_own(layer) and (conversion := _in_force.value) is not None:
         conversion.own.add("/".join(layer.path))
-    followed = rules_of(layer, *args) if method == "__call__" else None
+    followed = rules_of(layer, *args, **kwargs) if method == "__call__" else None
     if followed is None:
         return call(*args, **kwargs)
     kind: Any = next(flax for flax in _CALLS if isinstance(layer, flax))
@@ -156,8 +158,8 @@ def _intercept(call: Any, args: Any, kwargs: Any, context: nn.module.Interceptor
     return _CALLS[kind](layer, followed[0], flaxs, *args, **kwargs)
 
 
-def rules_of(layer: nn.Module, *inputs: Any) -> tuple[Any] | None:
-    """The rules that a layer follows because its model was converted, in a tuple; None if it was not."""
+def rules_of(layer: nn.Module, *args: Any, **kwargs: Any) -> tuple[Any] | None:
+    """The rules that a layer follows in this call because its model was converted, in a tuple; None if it does not."""
     conversion = _in_force.value
     if conversion is not None and isinstance(layer, nn.Embed):
         conversion.tables.add(layer.num_embeddings)
@@ -165,14 +167,16 @@ def rules_of(layer: nn.Module, *inputs: Any) -> tuple[Any] | None:
         return None
     name, rules = "/".join(layer.path), conversion.rules
     conversion.names.add(name)
+    if isinstance(layer, nn.Conv) and windows_of(layer, *args, **kwargs).reason:
+        return None
     if isinstance(layer, tuple(_OURS.values())) and layer.recipe is not FROM_CONTEXT:
         rules = layer.recipe
     elif reason := _reason(layer):
         conversion.left[name] = reason
         return None
     recipe, use = resolve(_WHO, rules), Use.UNKNOWN
-    if isinstance(layer, nn.Dense) and inputs:
-        shape = np.shape(inputs[0])[-1], layer.features
+    if isinstance(layer, nn.Dense) and args:
+        shape = np.shape(args[0])[-1], layer.features
         use = use_of(name, shape, vocabulary=max(conversion.tables, default=0))
     own = None if recipe is None else recipe.within(name, use)
     if rules is FROM_CONTEXT or own is not None:
@@ -222,7 +226,7 @@ def _complaints(conversion: _Conversion, module: nn.Module) -> list[str]:
         found += silence.complaints(rules, names, conversion.followed)
     elif not conversion.followed:
         found.append(
-            f"{conversion.module.__name__} has called no Dense, DenseGeneral or Einsum to convert; see "
+            f"{conversion.module.__name__} has called no Dense, DenseGeneral, Einsum or Conv to convert; see "
             "jaxlowprec.quantize_matmuls"
         )
     return found + silence.closing_line(len(conversion.followed), len(names), own)

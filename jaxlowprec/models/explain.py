@@ -25,6 +25,8 @@ from jaxlowprec.layers.low_rank import LoRAKernel, without_adapter
 from jaxlowprec.layers.watching.seeing import seeing_calls
 from jaxlowprec.layers.weight_only import check_whole_blocks, quantize_weight
 from jaxlowprec.linen import converting as linen_converting
+from jaxlowprec.linen.convolution import kernel_axes, windows_of
+from jaxlowprec.models.explanation import HIGH_PRECISION, AppliedRecipe, Explanation
 from jaxlowprec.models.quantize_matmuls import QuantizedMatmuls, TracedFunction
 from jaxlowprec.models.transform.products import Product
 from jaxlowprec.models.transform.weights import Weight, has_matrices
@@ -32,90 +34,15 @@ from jaxlowprec.moe.grouped_linear import MODULE_TYPE
 from jaxlowprec.nnx import converting as nnx_converting
 from jaxlowprec.recipes import silence
 from jaxlowprec.recipes.autocast import FROM_CONTEXT, autocast, resolve
-from jaxlowprec.recipes.roles import GEMMS, Recipe, Role, Roles
+from jaxlowprec.recipes.roles import Recipe, Role, Roles
 from jaxlowprec.recipes.sums import IN_FLOAT32, Sums
 from jaxlowprec.recipes.uses import Use
 
-_HIGH_PRECISION = Roles(None, None, None)
 _GROUPED = (jaxlowprec.linen.GroupedDense, jaxlowprec.nnx.GroupedLinear)
-_OUR_LINEN = (jaxlowprec.linen.Dense, jaxlowprec.linen.DenseGeneral, jaxlowprec.linen.Einsum, _GROUPED[0])
-_OURS = (*_OUR_LINEN, jaxlowprec.nnx.Linear, jaxlowprec.nnx.LinearGeneral, jaxlowprec.nnx.Einsum, _GROUPED[1])
+_linen, _nnx = jaxlowprec.linen, jaxlowprec.nnx
+_OUR_LINEN = (_linen.Dense, _linen.DenseGeneral, _linen.Einsum, _linen.Conv, _GROUPED[0])
+_OURS = (*_OUR_LINEN, _nnx.Linear, _nnx.LinearGeneral, _nnx.Einsum, _nnx.Conv, _GROUPED[1])
 _OWN = "its module's own: see jaxlowprec.quantize_matmuls"
-
-
-@dataclasses.dataclass(frozen=True)
-class AppliedRecipe:
-    """What a recipe does to one layer.
-
-    Attributes:
-        path: the layer's path in the model.
-        kernel: the shape of its kernel or embedding; for a loaded kernel that of its matrices [batch..., K, N].
-        roles: the roles of its operands; None stays in high precision.
-        note: why it stays in high precision, or what to watch for.
-        axes: the number of batch axes of the kernel, and of contracted axes after them; None if the kernel does not
-            consist of such matrices.
-        sums: how devices add up partial sums of its quantised GEMMs; those of other GEMMs are XLA's.
-    """
-
-    path: str
-    kernel: tuple[int, ...]
-    roles: Roles = _HIGH_PRECISION
-    note: str = ""
-    axes: tuple[int, int] | None = None
-    sums: Sums = IN_FLOAT32
-
-
-@dataclasses.dataclass(frozen=True)
-class Explanation:
-    """What a recipe does to each layer of a model; str() is a table.
-
-    Attributes:
-        layers: in the order of their calls (Linen) or of the model's attributes (NNX).
-    """
-
-    layers: tuple[AppliedRecipe, ...]
-
-    @property
-    def formats(self) -> dict[str, Any]:
-        """Maps each path to the format of the kernel in the forward pass; None in high precision."""
-        forms = {layer.path: layer.roles.forms("weight")[1] for layer in self.layers}
-        return {path: None if role is None else role.format for path, role in forms.items()}
-
-    def __str__(self) -> str:
-        tensors = ("weight", "input", "gradient")
-        some_sums = any(layer.sums != IN_FLOAT32 for layer in self.layers)
-        rows: list[tuple[str, ...]] = [("layer", "kernel", *tensors, *(["sums"] if some_sums else []), "")]
-        for layer in self.layers:
-            shape = "x".join(map(str, layer.kernel))
-            operands = (_operand(layer.roles, tensor) for tensor in tensors)
-            sums = [_kinds(layer)] if some_sums else []
-            rows.append((layer.path or "(model)", shape, *operands, *sums, layer.note))
-        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
-        return "\n".join(line.rstrip() for line in lines)
-
-
-def _operand(roles: Roles, tensor: str) -> str:
-    """What a tensor is quantised to; for each of its GEMMs, if they read it in different forms."""
-    found = {}
-    decodable = tensor != "gradient" and isinstance(roles.operands("fprop"), tuple)
-    for gemm in (gemm for gemm, operands in GEMMS.items() if tensor in operands):
-        role, decoded = roles.operand(tensor, gemm), decodable and roles.operands(gemm) == "dequantized"
-        found[gemm] = "decoded" if decoded else "-" if role is None else str(role.format)
-    return _of_each_gemm(found)
-
-
-def _of_each_gemm(found: Mapping[str, str]) -> str:
-    """What was found for each GEMM, once if it is the same for all."""
-    if len(set(found.values())) < 2:
-        return next(iter(found.values()), "-")
-    return ", ".join(f"{gemm} {what}" for gemm, what in found.items())
-
-
-def _kinds(layer: AppliedRecipe) -> str:
-    """How the sums of a layer's quantised GEMMs travel; for each of them, if they differ."""
-    quantized = [gemm for gemm in GEMMS if isinstance(layer.roles.operands(gemm), tuple)]
-    return _of_each_gemm({gemm: getattr(layer.sums, gemm) for gemm in quantized})
 
 
 def _sums_of(recipe: Recipe | None, is_grouped: bool) -> Sums:
@@ -203,7 +130,7 @@ def _of_product(
     by_name = None if rules is None else rules.within(name)
     reason = use.value if own != by_name else ""
     module_type = MODULE_TYPE if product.grouped else "linear"
-    roles = _HIGH_PRECISION if note or own is None else own.roles(module_type, name)
+    roles = HIGH_PRECISION if note or own is None else own.roles(module_type, name)
     if others and not product.weight.computed:
         note = ", ".join(filter(None, [note, f"joined with {silence.listed(others)}"]))
     if not note and rules is not None and (ends := rules.ends(name)):
@@ -333,6 +260,20 @@ def _with_packed(applied: AppliedRecipe, kernel: Any) -> AppliedRecipe:
     return dataclasses.replace(applied, note=", ".join(filter(None, notes)))
 
 
+def _of_windows(applied: AppliedRecipe, layer: Any, *args: Any, **kwargs: Any) -> AppliedRecipe:
+    """What the recipe does to a layer with these inputs, if they are known: a convolution has to be a product."""
+    if not isinstance(layer, nn.Conv | nnx.Conv):
+        return applied
+    windows = windows_of(layer, *args, **kwargs)
+    if windows.reason:
+        return AppliedRecipe(applied.path, applied.kernel, note=windows.reason)
+    by_extents = layer.padding in ("SAME", "SAME_LOWER") and max(windows.sizes) > 1 and windows.extents is None
+    if by_extents and applied.roles != HIGH_PRECISION:
+        note = "in high precision where its kernel does not divide the input"
+        return dataclasses.replace(applied, note=", ".join(filter(None, [applied.note, note])))
+    return applied
+
+
 def _choice(given: Recipe | None, by_path: Recipe | None) -> str:
     """What the path of a layer without a name would choose."""
     if by_path is None:
@@ -360,7 +301,7 @@ def _nnx_layers(model: nnx.Module) -> dict[str, AppliedRecipe]:
             name, axes = getattr(layer, "name", ""), _nnx_axes(layer, kernel)
             adapter = getattr(layer, "adapter", None)
             kernel = kernel if adapter is None else LoRAKernel(kernel, adapter)
-            found[_joined(path)] = _applied(_joined(path), name, layer, kernel, axes)
+            found[_joined(path)] = _of_windows(_applied(_joined(path), name, layer, kernel, axes), layer)
     return found | {path: AppliedRecipe(path, s, note=_OWN) for path, s in nnx_converting.own_matrices(model).items()}
 
 
@@ -371,6 +312,8 @@ def _nnx_axes(layer: nnx.Module, kernel: Any) -> tuple[int, int] | None:
     if isinstance(layer, nnx.LinearGeneral):
         own = len(layer.batch_axis) + len(layer.axis) + len(layer.out_features)
         return kernel.ndim - own + len(layer.batch_axis), len(layer.axis)
+    if isinstance(layer, nnx.Conv):
+        return kernel_axes(layer, kernel)
     if isinstance(layer, nnx.Einsum) and layer.einsum_str is not None:
         x_ndim = sum(letter.isalpha() for letter in layer.einsum_str.partition(",")[0])
         return _einsum_axes(layer.einsum_str, x_ndim, kernel.ndim, len(layer.kernel_shape))
@@ -402,8 +345,9 @@ def _linen_layers(model: nn.Module, variables: Any, *args: Any, **kwargs: Any) -
                 kernel = kernel[key]
             kernel = nn.meta.unbox(kernel)
             axes = _linen_axes(layer, kernel, *call_args, **call_kwargs) if name == "kernel" else None
-            path, converted = _joined(layer.path), linen_converting.rules_of(layer, *call_args)
-            found[path] = _applied(path, path, layer, kernel, axes, converted)
+            path, converted = _joined(layer.path), linen_converting.rules_of(layer, *call_args, **call_kwargs)
+            applied = _applied(path, path, layer, kernel, axes, converted)
+            found[path] = _of_windows(applied, layer, *call_args, **call_kwargs)
             if not isinstance(kernel, QuantizedArray | LoRAKernel):
                 # in high precision, so that layers that cannot follow the recipe are seen, too
                 ours: Any = next((c for c in _OUR_LINEN if isinstance(layer, c)), None)
@@ -434,6 +378,8 @@ def _linen_axes(
     if isinstance(layer, nn.DenseGeneral):
         axis, features = (1 if isinstance(v, int) else len(v) for v in (layer.axis, layer.features))
         return kernel.ndim - axis - features, axis
+    if isinstance(layer, nn.Conv):
+        return kernel_axes(layer, kernel)
     if isinstance(layer, nn.Einsum):
         return _einsum_axes(layer.einsum_str or einsum_str or "", inputs.ndim, kernel.ndim, len(layer.shape))
     return None

@@ -38,18 +38,23 @@ def quantize_matmuls(
     """fn with its matrix products by parameters computed under recipes: a transformation, as `jax.grad` is one.
 
     Every `dot_general` and `ragged_dot` of which one operand is a leaf of the parameters becomes this library's
-    product (`dot_general`, `grouped_matmul`), forward and backward. The leaf may have been transposed, reshaped, cut,
-    indexed, padded, repeated, multiplied by a scalar, cast to another float dtype or handed to a loop, and elements of
-    it replaced by a number (`jnp.where`), in `jit`, `scan`, `while_loop`, `cond`, `remat` and `shard_map` too. Leaves
-    may have been joined (`jnp.stack`, `jnp.concatenate`), if the recipe says the same of all of them; a stack that
-    `scan` takes apart is run in pieces where it does not. A cast parameter is quantised from its own dtype, and its
-    gradient has that dtype. Everything else runs as fn has it: without a recipe for any product, the result is fn's,
-    bit for bit.
+    product (`dot_general`, `grouped_matmul`), forward and backward. So does a convolution whose windows neither overlap
+    nor reach into padding: 1x1, or with strides equal to the kernel's sizes, as the patch embedding of a vision
+    transformer has them. It is the product of its patches and the kernel; blocks lie along [spatial axes..., features]
+    of each, whatever the layout.
 
-    What stays as it is: products of two activations or of two parameters, convolutions, and what is inside
-    `custom_vjp` and `custom_jvp` functions; `explain` lists them. So do products by what was computed from parameters,
-    such as one multiplied by a mask; a warning names the largest. Transform the function that computes the loss, and
-    then take its gradient: in a function that contains `jax.grad`, gradients' products would be taken for layers.
+    The leaf may have been transposed, reshaped, cut, indexed, padded, repeated, multiplied by a scalar, cast to another
+    float dtype or handed to a loop, and elements of it replaced by a number (`jnp.where`), in `jit`, `scan`,
+    `while_loop`, `cond`, `remat` and `shard_map` too. Leaves may have been joined (`jnp.stack`, `jnp.concatenate`), if
+    the recipe says the same of all of them; a stack that `scan` takes apart is run in pieces where it does not. A cast
+    parameter is quantised from its own dtype, and its gradient has that dtype. Everything else runs as fn has it:
+    without a recipe for any product, the result is fn's, bit for bit.
+
+    What stays as it is: products of two activations or of two parameters, other convolutions (overlapping windows,
+    padding, groups, dilation), and what is inside `custom_vjp` and `custom_jvp` functions; `explain` lists them. So do
+    products by what was computed from parameters, such as one multiplied by a mask; a warning names the largest.
+    Transform the function that computes the loss, and then take its gradient: in a function that contains `jax.grad`,
+    gradients' products would be taken for layers.
 
     The name of a layer, by which `PerLayer` chooses its recipe, is the path of its parameter, such as "block_0/mlp/up".
     A last "kernel", "w" or "weight" and a first "params" are left out, so that it is the layer's path in a Flax model.

@@ -2,6 +2,7 @@
 
 from jaxlowprec.nnx.blocks import MLP, LayerNorm, NormLinear, RMSNorm, linears, mlp
 from jaxlowprec.nnx.converting import convert
+from jaxlowprec.nnx.convolution import Conv
 from jaxlowprec.nnx.grouped import GroupedLinear
 from jaxlowprec.nnx.layers import (
     Einsum,
@@ -19,6 +20,7 @@ from jaxlowprec.nnx.moe import MoE, SelectionBias
 
 __all__ = [
     "MLP",
+    "Conv",
     "Einsum",
     "GroupedLinear",
     "LayerNorm",

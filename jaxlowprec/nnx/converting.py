@@ -7,6 +7,8 @@ from typing import Any
 from flax import nnx
 
 from jaxlowprec.layers.layer_call import own_product
+from jaxlowprec.linen.convolution import windows_of
+from jaxlowprec.nnx.convolution import Conv
 from jaxlowprec.nnx.grouped import GroupedLinear
 from jaxlowprec.nnx.layers import Einsum, Linear, LinearGeneral, _check_model, _Quantizing
 from jaxlowprec.recipes import silence
@@ -15,22 +17,23 @@ from jaxlowprec.recipes.roles import Recipe
 from jaxlowprec.recipes.uses import Use, use_of
 
 _WHO = "nnx.convert"
-_OURS: dict[type, Any] = {nnx.Linear: Linear, nnx.LinearGeneral: LinearGeneral, nnx.Einsum: Einsum}
+_OURS: dict[type, Any] = {nnx.Linear: Linear, nnx.LinearGeneral: LinearGeneral, nnx.Einsum: Einsum, nnx.Conv: Conv}
 _CONTAINERS = tuple(getattr(nnx, name) for name in ("Dict", "List", "Sequential") if hasattr(nnx, name))
 LAYERS: Any = (nnx.Linear, nnx.LinearGeneral, nnx.Einsum, nnx.Conv, nnx.Embed, GroupedLinear)
 """The layers with a kernel or an embedding of their own that `jaxlowprec.explain` has rows for."""
 
 
 def convert(model: Any, rules: Recipe | None = FROM_CONTEXT) -> Any:
-    """Makes the Linear, LinearGeneral and Einsum layers of a model this library's, wherever they are in it.
+    """Makes the Linear, LinearGeneral, Einsum and Conv layers of a model this library's, wherever they are in it.
 
     The layers are changed in place: they stay the same objects with the same variables and attributes, so optimizers,
     checkpoints and shardings see no difference. Each is named by its path in the model, such as "blocks/0/up". A layer
     of this library that is there already gets a name, and a recipe, unless it was made with its own. Converting again
     gives the layers other rules, None among them. If a layer is refused, none is changed.
 
-    Flax's own stay layers that the rules keep in high precision, instances of your own subclasses, and layers with a
-    `dot_general=`, `dot_general_cls=` or `einsum_op=` of their own; a warning names the latter two. Another names the
+    Flax's own stay layers that the rules keep in high precision, convolutions that are not matrix products (see
+    `Conv`), instances of your own subclasses, and layers with another function for their product (`dot_general=`,
+    `dot_general_cls=`, `einsum_op=`, `conv_general_dilated=`); a warning names the latter two. Another names the
     largest matrices that are parameters of your own modules: `jaxlowprec.quantize_matmuls` reaches their products.
 
     Arguments:
@@ -66,6 +69,8 @@ def convert(model: Any, rules: Recipe | None = FROM_CONTEXT) -> Any:
         ours = isinstance(layer, _Quantizing)
         name = (layer.name if ours else "") or "/".join(map(str, path))
         names.append(name)
+        if isinstance(layer, nnx.Conv) and windows_of(layer).reason:
+            continue
         if not ours and (reason := reason_to_stay(layer)):
             left.append(f"{name!r} ({reason})")
             continue
@@ -139,5 +144,6 @@ def _complaints(rules: Any, model: nnx.Module, names: list[str], followed: list[
         own = {name: shape for name, shape in own.items() if rules.within(name) is not None}
         found += silence.complaints(rules, names, followed)
     elif not followed:
-        found.append("the model has no Linear, LinearGeneral or Einsum to convert; see jaxlowprec.quantize_matmuls")
+        kinds = "Linear, LinearGeneral, Einsum or Conv"
+        found.append(f"the model has no {kinds} to convert; see jaxlowprec.quantize_matmuls")
     return found + silence.closing_line(len(followed), len(names), own)

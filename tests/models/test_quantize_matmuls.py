@@ -412,8 +412,8 @@ class TestExplain:
         expected = """
 layer   kernel   weight           input            gradient
 layers  32x32    MXFP8 E4M3 1x32  MXFP8 E4M3 1x32  MXFP8 E4M3 1x32
-head    32x8     -                -                -                left out by the recipe
-conv    1x1x3x3  -                -                -                not followed through conv_general_dilated"""  # noqa: E501
+conv    1x1x3x3  -                -                -                a convolution with overlapping windows
+head    32x8     -                -                -                left out by the recipe"""
         shapes = jax.eval_shape(lambda: (params, X))
         for explained in (
             jlp.explain(function, rules, *shapes),

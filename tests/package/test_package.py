@@ -55,8 +55,8 @@ def test_the_public_names_of_the_design_are_there():
     assert set(names) <= set(jlp.__all__)
     for name in jlp.__all__:
         assert getattr(jlp, name) is not None
-    assert {"Dense", "DenseGeneral", "Einsum", "GroupedDense", "MoE"} <= set(jlp.linen.__all__)
-    assert {"Linear", "LinearGeneral", "Einsum", "GroupedLinear", "MoE"} <= set(jlp.nnx.__all__)
+    assert {"Dense", "DenseGeneral", "Einsum", "Conv", "GroupedDense", "MoE"} <= set(jlp.linen.__all__)
+    assert {"Linear", "LinearGeneral", "Einsum", "Conv", "GroupedLinear", "MoE"} <= set(jlp.nnx.__all__)
 
 
 def test_a_name_that_is_not_there_is_an_attribute_error():

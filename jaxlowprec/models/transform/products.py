@@ -11,11 +11,14 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxlowprec.layers.dot_general import dot_general
 from jaxlowprec.layers.grouped.matmul import grouped_matmul
 from jaxlowprec.layers.low_rank import is_quantized, without_adapter
+from jaxlowprec.models.transform import convolutions
 from jaxlowprec.models.transform.weights import Weight
 from jaxlowprec.ops.checks import FLOATS
 from jaxlowprec.recipes.roles import Recipe
 
-_PRODUCTS = ("dot_general", "ragged_dot_general", "ragged_dot")
+_GROUPED = ("ragged_dot_general", "ragged_dot")
+_CONVOLUTION = "conv_general_dilated"
+_PRODUCTS = ("dot_general", _CONVOLUTION, *_GROUPED)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,6 +32,7 @@ class Product:
         grouped: rows in groups, with a matrix per group.
         reason: why it cannot follow any recipe, or "".
         avoidable: it could, if the function did something else with the parameter before.
+        convolution: a convolution, which follows a recipe as a product of patches.
     """
 
     weight: Weight
@@ -37,6 +41,7 @@ class Product:
     grouped: bool
     reason: str = ""
     avoidable: bool = False
+    convolution: bool = False
 
 
 def product_of(eqn: Any, weights: list[Weight | None]) -> Product | None:
@@ -45,15 +50,21 @@ def product_of(eqn: Any, weights: list[Weight | None]) -> Product | None:
         return None
     side = 1 if weights[1] is not None else 0
     weight: Any = weights[side]
-    grouped, avoidable = eqn.primitive.name != "dot_general", False
-    if weight.computed and not all(weights[:2]):
+    grouped, convolution = eqn.primitive.name in _GROUPED, eqn.primitive.name == _CONVOLUTION
+    avoidable = False
+    reason = convolutions.why_no_product(eqn, weights) if convolution else ""
+    if reason:
+        pass
+    elif weight.computed and not all(weights[:2]):
         reason, avoidable = f"computed from the parameter by {weight.computed}", True
     elif weight.ends:
         avoidable = True
         reason = "its stack of layers is not run by a scan, so its first and last layers are not known"
+    elif convolution:
+        reason = _why_no_floats(eqn)
     else:
         reason = (_why_no_grouped_product if grouped else _why_no_product)(eqn, side, weights)
-    return Product(weight, side, eqn.invars[side].aval.shape, grouped, reason, avoidable)
+    return Product(weight, side, eqn.invars[side].aval.shape, grouped, reason, avoidable, convolution)
 
 
 def _why_no_product(eqn: Any, side: int, weights: list[Weight | None]) -> str:
@@ -122,6 +133,12 @@ def multiply(eqn: Any, product: Product, operands: list[Any], master: Any, recip
     if product.grouped:
         y = grouped_matmul(operands[0], master, operands[2], out_dtype=out_dtype, state=state, **options)
         return y if state is None else y[0]
+    if product.convolution:
+        back = convolutions.to_the_equations_order(eqn)
+        out_sharding = _transposed(eqn.params["out_sharding"], back)
+        options |= {"preferred_element_type": out_dtype, "out_sharding": out_sharding, "state": state}
+        y = convolutions.convolve(eqn, operands[0], master, options)
+        return (y if state is None else y[0]).transpose(back)
     contract, batch = eqn.params["dimension_numbers"]
     x, other = operands[1 - product.side], 1 - product.side
     # Contracted axes in the input's order, as `einsum` and the layers have them: it decides what a block is.

@@ -1,0 +1,87 @@
+"""The table of what a recipe does to each layer of a model, which `explain` makes."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from jaxlowprec.recipes.roles import GEMMS, Roles
+from jaxlowprec.recipes.sums import IN_FLOAT32, Sums
+
+HIGH_PRECISION = Roles(None, None, None)
+
+
+@dataclasses.dataclass(frozen=True)
+class AppliedRecipe:
+    """What a recipe does to one layer.
+
+    Attributes:
+        path: the layer's path in the model.
+        kernel: the shape of its kernel or embedding; for a loaded kernel that of its matrices [batch..., K, N].
+        roles: the roles of its operands; None stays in high precision.
+        note: why it stays in high precision, or what to watch for.
+        axes: the number of batch axes of the kernel, and of contracted axes after them; None if the kernel does not
+            consist of such matrices.
+        sums: how devices add up partial sums of its quantised GEMMs; those of other GEMMs are XLA's.
+    """
+
+    path: str
+    kernel: tuple[int, ...]
+    roles: Roles = HIGH_PRECISION
+    note: str = ""
+    axes: tuple[int, int] | None = None
+    sums: Sums = IN_FLOAT32
+
+
+@dataclasses.dataclass(frozen=True)
+class Explanation:
+    """What a recipe does to each layer of a model; str() is a table.
+
+    Attributes:
+        layers: in the order of their calls (Linen) or of the model's attributes (NNX).
+    """
+
+    layers: tuple[AppliedRecipe, ...]
+
+    @property
+    def formats(self) -> dict[str, Any]:
+        """Maps each path to the format of the kernel in the forward pass; None in high precision."""
+        forms = {layer.path: layer.roles.forms("weight")[1] for layer in self.layers}
+        return {path: None if role is None else role.format for path, role in forms.items()}
+
+    def __str__(self) -> str:
+        tensors = ("weight", "input", "gradient")
+        some_sums = any(layer.sums != IN_FLOAT32 for layer in self.layers)
+        rows: list[tuple[str, ...]] = [("layer", "kernel", *tensors, *(["sums"] if some_sums else []), "")]
+        for layer in self.layers:
+            shape = "x".join(map(str, layer.kernel))
+            operands = (_operand(layer.roles, tensor) for tensor in tensors)
+            sums = [_kinds(layer)] if some_sums else []
+            rows.append((layer.path or "(model)", shape, *operands, *sums, layer.note))
+        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+        return "\n".join(line.rstrip() for line in lines)
+
+
+def _operand(roles: Roles, tensor: str) -> str:
+    """What a tensor is quantised to; for each of its GEMMs, if they read it in different forms."""
+    found = {}
+    decodable = tensor != "gradient" and isinstance(roles.operands("fprop"), tuple)
+    for gemm in (gemm for gemm, operands in GEMMS.items() if tensor in operands):
+        role, decoded = roles.operand(tensor, gemm), decodable and roles.operands(gemm) == "dequantized"
+        found[gemm] = "decoded" if decoded else "-" if role is None else str(role.format)
+    return _of_each_gemm(found)
+
+
+def _of_each_gemm(found: Mapping[str, str]) -> str:
+    """What was found for each GEMM, once if it is the same for all."""
+    if len(set(found.values())) < 2:
+        return next(iter(found.values()), "-")
+    return ", ".join(f"{gemm} {what}" for gemm, what in found.items())
+
+
+def _kinds(layer: AppliedRecipe) -> str:
+    """How the sums of a layer's quantised GEMMs travel; for each of them, if they differ."""
+    quantized = [gemm for gemm in GEMMS if isinstance(layer.roles.operands(gemm), tuple)]
+    return _of_each_gemm({gemm: getattr(layer.sums, gemm) for gemm in quantized})
