@@ -166,9 +166,9 @@ def rules_of(layer: nn.Module, *args: Any, **kwargs: Any) -> tuple[Any] | None:
     if conversion is None or not isinstance(layer, (*_CALLS,)):
         return None
     name, rules = "/".join(layer.path), conversion.rules
-    conversion.names.add(name)
     if isinstance(layer, nn.Conv) and windows_of(layer, *args, **kwargs).reason:
         return None
+    conversion.names.add(name)
     if isinstance(layer, tuple(_OURS.values())) and layer.recipe is not FROM_CONTEXT:
         rules = layer.recipe
     elif reason := _reason(layer):

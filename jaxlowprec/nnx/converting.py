@@ -68,9 +68,9 @@ def convert(model: Any, rules: Recipe | None = FROM_CONTEXT) -> Any:
             continue
         ours = isinstance(layer, _Quantizing)
         name = (layer.name if ours else "") or "/".join(map(str, path))
-        names.append(name)
         if isinstance(layer, nnx.Conv) and windows_of(layer).reason:
             continue
+        names.append(name)
         if not ours and (reason := reason_to_stay(layer)):
             left.append(f"{name!r} ({reason})")
             continue

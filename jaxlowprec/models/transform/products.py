@@ -134,11 +134,11 @@ def multiply(eqn: Any, product: Product, operands: list[Any], master: Any, recip
         y = grouped_matmul(operands[0], master, operands[2], out_dtype=out_dtype, state=state, **options)
         return y if state is None else y[0]
     if product.convolution:
-        back = convolutions.to_the_equations_order(eqn)
-        out_sharding = _transposed(eqn.params["out_sharding"], back)
+        order = convolutions.to_the_equations_order(eqn)
+        out_sharding = _transposed(eqn.params["out_sharding"], order)
         options |= {"preferred_element_type": out_dtype, "out_sharding": out_sharding, "state": state}
         y = convolutions.convolve(eqn, operands[0], master, options)
-        return (y if state is None else y[0]).transpose(back)
+        return (y if state is None else y[0]).transpose(order)
     contract, batch = eqn.params["dimension_numbers"]
     x, other = operands[1 - product.side], 1 - product.side
     # Contracted axes in the input's order, as `einsum` and the layers have them: it decides what a block is.
