@@ -65,6 +65,17 @@ class Operation:
     slow: bool = False
 
 
+def beside(operations: list[Operation], names: list[str]) -> list[Operation]:
+    """The operations that these peers have, without other peers and without the sides of ours that only those need."""
+    found = []
+    for operation in operations:
+        peers = tuple(peer for peer in operation.peers if peer.name in names)
+        needed = {name for peer in peers for name in peer.against}
+        ours = {name: make for name, make in operation.ours.items() if name in needed}
+        found += [dataclasses.replace(operation, ours=ours, peers=peers)] if peers else []
+    return found
+
+
 def versions(operations: list[Operation]) -> dict[str, str]:
     """Of every package that takes part and is installed."""
     names = {package for operation in operations for peer in operation.peers for package in peer.packages}

@@ -78,6 +78,16 @@ class TestCases:
         assert many["ours"]["median"] < once["ours"]["median"] / 10**3
 
 
+def test_a_peer_is_measured_apart_with_the_sides_that_it_needs():
+    from rivals.sides import Operation, Peer, beside
+
+    peers = tuple(Peer(name, ("numpy",), side, (ours,)) for name, ours in (("one", "NVFP4"), ("two", "MXFP8")))
+    operations = [Operation("both", TRUTH, {"NVFP4": side, "MXFP8": side}, peers), Operation("none", TRUTH, {}, ())]
+    (found,) = beside(operations, ["two"])
+    assert (list(found.ours), [peer.name for peer in found.peers]) == (["MXFP8"], ["two"])
+    assert beside(operations, ["three"]) == []
+
+
 def test_the_extra_pins_every_package_that_is_measured():
     rivals = importlib.import_module("rivals")
     extras = tomllib.loads((SOURCE / "pyproject.toml").read_text())["project"]["optional-dependencies"]
@@ -99,6 +109,25 @@ def test_tables_show_times_failures_and_what_is_the_same():
     assert tables.row(case | told) == ("NVFP4", "`quantize`", "torchao", "0.50x", "2", "1", "0.09, 0.1", shared)
     failed = case | {"failure": "not installed: torchao"}
     assert tables.row(failed) == ("NVFP4", "`quantize`", "torchao", "not installed: torchao", "", "", "", "")
+
+
+def test_a_row_that_failed_is_left_out_where_another_version_of_jax_has_it():
+    tables = importlib.import_module("peer_tables")
+    machine = {"device": "a CPU", "cores": 2, "python": "3.12", "commit": "abc"}
+
+    def result(jax, *cases):
+        return {"environment": machine | {"versions": {"jax": jax}}, "cases": {"avx2": list(cases)}}
+
+    failed = {"part": "products", "case": "GEMM", "side": "MXFP8", "against": "jax.nn", "failure": "none for CPUs"}
+    told = {"ratio": {"median": 0.5}, "ours": {"median": 0.002}, "theirs": {"median": 0.001}, "same": {}}
+    runs = {k: v for k, v in failed.items() if k != "failure"} | told | {"error": {"ours": 0.09, "theirs": 0.1}}
+    other = failed | {"against": "torch", "failure": "not installed: torch"}
+    old, new = result("0.10.2", failed, other), result("0.12.0", runs)
+    first, of_first, second, of_second = tables.tables([old, new], "products")
+    assert "none for CPUs" not in first and "not installed: torch" in first and "jax 0.10.2" in of_first
+    assert "0.50x" in second and "jax 0.12.0" in of_second
+    assert "none for CPUs" in tables.tables([old], "products")[0]
+    assert tables.tables([old, new], "decoding") == []
 
 
 class TestChart:
