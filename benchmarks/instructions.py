@@ -19,7 +19,7 @@ _ROW = re.compile(r"\| `(?P<kernel>[^`]+)`, (?P<architecture>\w+) \| (?P<count>[
 
 
 def counted(files: list[pathlib.Path]) -> dict[str, dict[str, float]]:
-    """For each kernel, its instructions an element by architecture."""
+    """For each kernel, its instructions per element by architecture."""
     command = [ROOT / "scripts" / "check_machine_code.sh", "--count", *files]
     text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     found: dict[str, dict[str, float]] = {}

@@ -77,7 +77,7 @@ def main() -> None:
         trace = statistics.median(traced[name])
         more = (trace - statistics.median(traced["plain"])) / (2 * options.blocks)
         print(
-            f"{name:16}  trace {trace:5.2f} s CPU ({1e3 * more:4.1f} ms a product more than plain), "
+            f"{name:16}  trace {trace:5.2f} s CPU ({1e3 * more:4.1f} ms per product more than plain), "
             f"{lines[name]} lines, step {1e3 * steps[name]['median']:7.1f} ms"
         )
     programs = [lowered[name].as_text() for name in ("by hand", "quantize_matmuls")]

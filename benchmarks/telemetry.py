@@ -30,7 +30,7 @@ TARGETS = {"not recorded": 1.01, "recorded": 1.3}
 
 
 def loss(params: list[dict[str, jax.Array]], x: jax.Array) -> jax.Array:
-    """Of x [tokens, width], through an up and a down projection a block."""
+    """Of x [tokens, width], through one up and one down projection per block."""
     for i, weights in enumerate(params):
         hidden = jax.nn.gelu(jlp.linear(x, weights["up"], name=f"{i}/up"))
         x += jlp.linear(hidden, weights["down"], name=f"{i}/down")

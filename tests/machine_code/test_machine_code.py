@@ -131,7 +131,7 @@ def test_blocks_of_a_multiprocessor():
     assert held(kernel("EXIT", 16, threads=32), 0) == 32
 
 
-# --- instructions an element
+# --- instructions per element
 
 
 def test_a_loops_turn_is_the_shortest_useful_path():
