@@ -1,5 +1,6 @@
 """examples/train_lm.py as a user runs it: a few steps on a small text, the report, and a killed run that resumes."""
 
+import dataclasses
 import json
 import os
 import pathlib
@@ -11,6 +12,7 @@ import time
 import pytest
 import train_lm
 
+import jaxlowprec as jlp
 from tests.distributed.running import PROGRAM
 from tests.helpers import python_environment, run_python
 
@@ -42,6 +44,17 @@ def test_the_report_has_losses_gaps_and_the_noise_floor(text, tmp_path):
     assert nvfp4["losses"] != bf16["losses"] and "NVFP4" in nvfp4["recipe"]
     assert nvfp4["saved_activation_bytes"] < bf16["saved_activation_bytes"]
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(5))
+def test_telemetry_finds_nothing_wrong_with_a_healthy_run(text, tmp_path, seed):
+    options = ("--steps", "60", "--telemetry", "5", "--recipe", "nvfp4", "--seed", str(seed))
+    run_python(*command(text, tmp_path, *options))
+    run = jlp.telemetry.load(tmp_path / "nvfp4")
+    assert run.steps == [*range(0, 60, 5)]
+    for end in range(1, 1 + len(run.records)):
+        assert jlp.telemetry.findings(dataclasses.replace(run, records=run.records[:end])) == []
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 """A layer whose weight is scaled by 2^-20 from step 50 on is found by watch, report and first_bad."""
 
+import dataclasses
 import json
 
 import jax
@@ -53,6 +54,13 @@ def test_watch_names_the_layer_and_the_step(run, capsys):
     assert main(["watch", "--once", str(run)]) == 0
     lines = [line for line in capsys.readouterr().out.splitlines() if "since step" in line]
     assert lines and all(f" of {LAYER}: " in line and f"since step {SICK}" in line for line in lines)
+
+
+def test_no_record_before_it_has_a_finding(run):
+    whole = jlp.telemetry.load(run)
+    for end in range(1, 1 + whole.steps.index(SICK)):
+        assert jlp.telemetry.findings(dataclasses.replace(whole, records=whole.records[:end])) == []
+    assert jlp.telemetry.findings(whole)
 
 
 @pytest.mark.slow
