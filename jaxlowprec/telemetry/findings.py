@@ -121,8 +121,9 @@ def _usual(sqnr: np.ndarray) -> np.ndarray:
     """The median of each column, [records, tensors] -> [tensors]; infinite values, of tensors of zeros, left out."""
     finite = np.isfinite(sqnr)
     ascending = np.sort(np.where(finite, sqnr, np.inf), axis=0)
-    middle = ascending[finite.sum(axis=0) // 2, np.arange(sqnr.shape[1])]
-    return np.where(finite.any(axis=0), middle, -np.inf)
+    count, columns = finite.sum(axis=0), np.arange(sqnr.shape[1])
+    lower, upper = ascending[np.maximum(count - 1, 0) // 2, columns], ascending[count // 2, columns]
+    return np.where(count > 0, np.where(count % 2 > 0, upper, (lower + upper) / 2), -np.inf)
 
 
 def _expected(record: Record, names: Names) -> np.ndarray:

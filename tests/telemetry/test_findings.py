@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxlowprec.ops.statistics.finish import LENGTH, SCALARS
-from jaxlowprec.telemetry.findings import Limits, findings
+from jaxlowprec.telemetry.findings import Limits, _usual, findings
 from jaxlowprec.telemetry.measures import Statistics, of_gemm
 from jaxlowprec.telemetry.recording import Record, Run
 
@@ -78,6 +78,24 @@ def test_a_gemm_may_fall_to_what_its_operands_errors_let_expect():
     assert findings(a_run(*early, layer(0.0790))) == []  # 11.02 dB, 6 below what is expected
     (found,) = findings(a_run(*early, layer(0.0800)))
     assert "the SQNR of the result is 11.0 dB, over the run 26.0 dB since step 30" in found.text
+
+
+def test_of_two_records_the_usual_is_between_them():
+    """A step whose gradient is a few times the history that delayed scaling has for it: 16 dB after one of 25.5."""
+    usual, once = {"square_error": 10**-2.55}, {"square_error": 10**-1.6}
+    assert findings(of_one(usual, once)) == findings(of_one(once, usual)) == []
+    (found,) = findings(of_one(usual, usual, once))
+    assert found.text.startswith("gradient rowwise of up: the SQNR is 16.0 dB, over the run 25.5 dB since step 20")
+
+
+def test_the_usual_is_the_median_of_what_is_finite():
+    rng = np.random.default_rng(0)
+    for records in range(1, 8):
+        sqnr = np.where(rng.random((records, 50)) < 0.3, np.inf, rng.normal(20, 5, (records, 50)))
+        sqnr[:, 0] = np.inf
+        for column, usual in zip(sqnr.T, _usual(sqnr), strict=True):
+            finite = column[np.isfinite(column)]
+            assert usual == (np.median(finite) if finite.size else -np.inf)
 
 
 def test_layers_have_the_findings_that_each_has_alone():
