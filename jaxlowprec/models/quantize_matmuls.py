@@ -7,7 +7,7 @@ import functools
 import inspect
 import math
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -57,7 +57,8 @@ def quantize_matmuls(
     gradients' products would be taken for layers.
 
     The name of a layer, by which `PerLayer` chooses its recipe, is the path of its parameter, such as "block_0/mlp/up".
-    A last "kernel", "w" or "weight" and a first "params" are left out, so that it is the layer's path in a Flax model.
+    A last "kernel", "w", "weight" or "embedding" and a first "params" are left out, so that it is the layer's path in a
+    Flax model.
 
     Each call traces fn: call the result under `jax.jit`.
 
@@ -180,6 +181,7 @@ class TracedFunction:
         given, self._modules = modules.opened((args, kwargs))
         leaves, structure = jax.tree_util.tree_flatten_with_path(_packed(given, chosen))
         arrays = [i for i, (_, leaf) in enumerate(leaves) if _is_array(leaf)]
+        self._chosen, self._arrays, self._leaves = chosen, arrays, ([leaf for _, leaf in leaves], structure)
         self._values = [leaves[i][1].kernel if isinstance(leaves[i][1], _Packed) else leaves[i][1] for i in arrays]
         self.leaves = [
             _Leaf(_layer_name(leaves[i][0], chosen), np.shape(v), v if is_packed(v) else None)
@@ -228,6 +230,35 @@ class TracedFunction:
         uses = Uses(self._closed.jaxpr, following.by_equation)
         found = {name: uses.of(product, name, max(tables, default=0)) for name, product in named}
         return {name: use for name, use in found.items() if use is not Use.UNKNOWN}
+
+    def following_packed(self, numbers: set[int]) -> Following:
+        """What is found if the parameters of these numbers are packed: quantised, or with an adapter."""
+        following = Following(self.following.recipe, self.following.uses)
+        weights = [
+            dataclasses.replace(w, packed=True) if w is not None and w.leaf in numbers else w for w in self._weights
+        ]
+        for weight in following.through(self._closed.jaxpr, tuple(weights)).results:
+            if weight is not None and weight.packed:
+                following.lost.setdefault(weight.leaf, "its result")
+        return following
+
+    def value(self, number: int) -> Any:
+        """The array of that number among the leaves."""
+        return self._values[number]
+
+    def has_ends(self, number: int) -> bool:
+        """Whether the rules leave the first or last layers of such a stack in high precision."""
+        weight = self._weights[number]
+        return weight is not None and weight.ends is not None
+
+    def parameters(self, replaced: Mapping[int, Any]) -> list[Any]:
+        """The arguments that are parameters, with other values for the leaves of these numbers."""
+        leaves, structure = self._leaves
+        values = [leaf.kernel if isinstance(leaf, _Packed) else leaf for leaf in leaves]
+        for number, value in replaced.items():
+            values[self._arrays[number]] = value
+        args, kwargs = jax.tree.unflatten(structure, values)
+        return [kwargs[key] if isinstance(key, str) else args[key] for key in self._chosen]
 
     @property
     def names(self) -> list[str]:
@@ -310,7 +341,7 @@ class _Packed:
         self.kernel = kernel
 
 
-def _packed(given: Any, chosen: set[int | str]) -> Any:
+def _packed(given: Any, chosen: Container[int | str]) -> Any:
     """The arguments (args, kwargs), with the quantised and adapted parameters as leaves."""
 
     def one(node: Any) -> Any:
@@ -332,22 +363,22 @@ def _named(fn: Any) -> str:
     return getattr(fn, "__qualname__", None) or repr(fn)
 
 
-def _positions(fn: Any, params: tuple[int | str, ...], args: Any, kwargs: Any) -> set[int | str]:
-    """The given arguments that are parameters: positions as numbers, keywords as texts."""
-    found: set[int | str] = set()
+def _positions(fn: Any, params: tuple[int | str, ...], args: Any, kwargs: Any) -> dict[int | str, None]:
+    """The given arguments that are parameters: positions as numbers, keywords as texts; in order, as a dict's keys."""
+    found: dict[int | str, None] = {}
     try:
         names = list(inspect.signature(fn).parameters)
     except (TypeError, ValueError):  # a built-in function
         names = []
     for one in params:
         if isinstance(one, int) and -len(args) <= one < len(args):
-            found.add(one % len(args))
+            found[one % len(args)] = None
         elif isinstance(one, int) and 0 <= one < len(names) and names[one] in kwargs:
-            found.add(names[one])
+            found[names[one]] = None
         elif one in kwargs:
-            found.add(one)
+            found[one] = None
         elif one in names and names.index(one) < len(args):
-            found.add(names.index(one))
+            found[names.index(one)] = None
         else:
             raise ValueError(
                 f"{_WHO}: params={one!r}, but {_named(fn)} is called with {len(args)} positional arguments and the "
@@ -356,7 +387,7 @@ def _positions(fn: Any, params: tuple[int | str, ...], args: Any, kwargs: Any) -
     return found
 
 
-def _layer_name(path: Any, chosen: set[int | str]) -> str | None:
+def _layer_name(path: Any, chosen: Container[int | str]) -> str | None:
     """The name of the layer of an argument's leaf; None if it is no parameter."""
     _, argument, *rest = path  # (args, kwargs), then the argument in one of them
     if getattr(argument, "idx", getattr(argument, "key", None)) not in chosen:

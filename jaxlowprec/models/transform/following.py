@@ -56,7 +56,8 @@ class Following:
         uses: what layers are for, by their names, as far as it is known.
         products: every product by a parameter, in the order of the trace.
         by_equation: the same by the ids of their equations.
-        lost: maps a parameter's number to the first primitive that it was given to and not followed through.
+        lost: maps a parameter's number to the first primitive that it was given to and not followed through; of a
+            packed one, to the first that takes its array.
     """
 
     def __init__(self, recipe: Recipe | None, uses: Mapping[str, Use] = MappingProxyType({})):
@@ -111,7 +112,11 @@ class Following:
             follows = has_recipe and not product.reason
             return Step(nothing, follows, product if follows else None)
         if (call := calls.of(eqn)) is not None:
-            return Step(*call.flow(self.through, call.accepted(given)))
+            accepted = call.accepted(given)
+            for weight, followed in zip(given, accepted, strict=True):
+                if weight is not None and followed is None:
+                    self.lost.setdefault(weight.leaf, eqn.primitive.name)
+            return Step(*call.flow(self.through, accepted))
         results = tuple(moved(eqn, given) or nothing)
         if not any(results):
             one = joined_by(eqn, given, origins, self.choices) or computed(eqn, given, origins)

@@ -6,11 +6,12 @@ import dataclasses
 import math
 from typing import Any
 
+import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxlowprec.layers.dot_general import dot_general
 from jaxlowprec.layers.grouped.matmul import grouped_matmul
-from jaxlowprec.layers.low_rank import is_quantized, without_adapter
+from jaxlowprec.layers.low_rank import LoRAKernel, is_quantized, without_adapter
 from jaxlowprec.models.transform import convolutions
 from jaxlowprec.models.transform.weights import Weight
 from jaxlowprec.ops.checks import FLOATS
@@ -33,6 +34,8 @@ class Product:
         reason: why it cannot follow any recipe, or "".
         avoidable: it could, if the function did something else with the parameter before.
         convolution: a convolution, which follows a recipe as a product of patches.
+        axis: the axis of the operand that it contracts, -1 or -2, if the operand consists of matrices with the batch
+            axes in front; None otherwise.
     """
 
     weight: Weight
@@ -42,6 +45,12 @@ class Product:
     reason: str = ""
     avoidable: bool = False
     convolution: bool = False
+    axis: int | None = None
+
+    @property
+    def packed_axis(self) -> int | None:
+        """The axis of a packed parameter that it contracts: it is multiplied from its codes if quantised along that."""
+        return self.axis if self.axis is None or not self.weight.turned else -3 - self.axis
 
 
 def product_of(eqn: Any, weights: list[Weight | None]) -> Product | None:
@@ -64,7 +73,17 @@ def product_of(eqn: Any, weights: list[Weight | None]) -> Product | None:
         reason = _why_no_floats(eqn)
     else:
         reason = (_why_no_grouped_product if grouped else _why_no_product)(eqn, side, weights)
-    return Product(weight, side, eqn.invars[side].aval.shape, grouped, reason, avoidable, convolution)
+    shape = eqn.invars[side].aval.shape
+    axis = -2 if grouped else None if convolution else _contracted_axis(eqn, side, len(shape))
+    return Product(weight, side, shape, grouped, reason, avoidable, convolution, None if reason else axis)
+
+
+def _contracted_axis(eqn: Any, side: int, ndim: int) -> int | None:
+    """See `Product.axis`."""
+    contract, batch = (axes[side] for axes in eqn.params["dimension_numbers"])
+    if tuple(batch) != tuple(range(ndim - 2)) or len(contract) != 1:
+        return None
+    return contract[0] - ndim
 
 
 def _why_no_product(eqn: Any, side: int, weights: list[Weight | None]) -> str:
@@ -108,18 +127,32 @@ def packed_kernel(eqn: Any, product: Product, master: Any) -> Any:
 
     A quantised one has to be contracted along the axis that it is quantised along, its last or second last.
     """
-    contract, batch = (
-        (axes[product.side] for axes in eqn.params["dimension_numbers"]) if not product.grouped else ((), ())
-    )
-    if product.grouped or tuple(batch) != tuple(range(len(batch))):
-        return None
-    is_last = tuple(contract) == (master.ndim - 1,) and master.ndim == len(batch) + 2
-    if is_quantized(master):
-        turned = master.mT if is_last else master
-        is_kernel = is_last or tuple(contract) == (len(batch),)
-        return turned if is_kernel and without_adapter(turned).axis == -2 else None
-    in_front = sorted(contract) == list(range(len(batch), len(batch) + len(contract)))
-    return master if (in_front or is_last) and master.adapter.a.ndim == len(batch) + 2 else None
+    if not is_quantized(master):
+        return master
+    turned = master.mT if product.axis == -1 else master
+    takes_adapter = not (product.grouped and isinstance(master, LoRAKernel))
+    return turned if product.axis is not None and takes_adapter and without_adapter(turned).axis == -2 else None
+
+
+def _fits(eqn: Any, product: Product, master: LoRAKernel) -> bool:
+    """Whether `dot_general` takes an array with this adapter: it is [batch..., contracted..., free...], or turned."""
+    if product.grouped:
+        return False
+    contract, batch = (axes[product.side] for axes in eqn.params["dimension_numbers"])
+    in_front = sorted((*batch, *contract)) == list(range(len(batch) + len(contract)))
+    if tuple(batch) != tuple(range(len(batch))) or not (in_front or product.axis == -1):
+        return False
+    k = math.prod(product.shape[a] for a in contract)
+    adapter = master.adapter.mT if product.axis == -1 else master.adapter
+    return adapter.a.shape[:-1] == (*product.shape[: len(batch)], k)
+
+
+def _with_added(eqn: Any, product: Product, operands: list[Any], master: LoRAKernel, y: Any) -> Any:
+    """y plus the product by an adapter whose factors do not fit it, as an array in high precision."""
+    added = LoRAKernel(jnp.zeros_like(master.kernel), master.adapter).merged(eqn.invars[product.side].aval.dtype)
+    operands = [added if i == product.side else operand for i, operand in enumerate(operands)]
+    added = eqn.primitive.bind(*operands, **eqn.params)
+    return (y.astype(jnp.float32) + added.astype(jnp.float32)).astype(y.dtype)
 
 
 def multiply(eqn: Any, product: Product, operands: list[Any], master: Any, recipe: Recipe | None, state: Any) -> Any:
@@ -128,6 +161,9 @@ def multiply(eqn: Any, product: Product, operands: list[Any], master: Any, recip
     Arguments:
         state: the layer's state of delayed scaling, or None.
     """
+    if isinstance(master, LoRAKernel) and not is_quantized(master) and not _fits(eqn, product, master):
+        y = multiply(eqn, product, operands, master.kernel, recipe, state)
+        return _with_added(eqn, product, operands, master, y)
     out_dtype, name = eqn.outvars[0].aval.dtype, product.weight.name
     options: Any = {"recipe": recipe, "name": name, "precision": eqn.params["precision"]}
     if product.grouped:

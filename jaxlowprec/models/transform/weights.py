@@ -61,6 +61,7 @@ class Weight:
             says something else, from 0 to the number of parts; None of any other value.
         in_turn: the value is one of its parts in each round of a scan.
         computed: the primitive by which the value was computed from parameters alone; "" if they were only moved.
+        turned: a packed parameter's last two axes are swapped.
     """
 
     name: str
@@ -73,6 +74,7 @@ class Weight:
     cuts: tuple[int, ...] | None = None
     in_turn: bool = False
     computed: str = ""
+    turned: bool = False
 
     @property
     def has_master(self) -> bool:
@@ -138,6 +140,8 @@ def moved(eqn: Any, weights: list[Weight | None]) -> list[Weight | None] | None:
         return [None]
     if name == "convert_element_type":
         return [dataclasses.replace(weight, cast=True)]
+    if weight.packed and name == "transpose":
+        return [dataclasses.replace(weight, turned=not weight.turned)]
     return [_of_stack(eqn, weight)]
 
 
