@@ -47,10 +47,11 @@ if TYPE_CHECKING:
     from jaxlowprec.layers.sharded.gathered_kernel import all_gather_kernel
     from jaxlowprec.linen.hooks import flax_dot_general_cls
     from jaxlowprec.models.accumulation import accumulate_gradients
-    from jaxlowprec.models.explain import explain, quantize_params
+    from jaxlowprec.models.explain import explain
     from jaxlowprec.models.find_policy import Policy, find_policy
     from jaxlowprec.models.oscillation import OsciReset
     from jaxlowprec.models.quantize_matmuls import quantize_matmuls
+    from jaxlowprec.models.serving import quantize_params
     from jaxlowprec.ops.activations.api import geglu, gelu, relu_squared, silu, swiglu
     from jaxlowprec.ops.scaled_matmul.collective import all_gather_matmul, matmul_reduce_scatter
     from jaxlowprec.ops.sums.api import all_reduce_quantized, reduce_scatter_quantized
@@ -170,7 +171,7 @@ _FROM = {
     "matmul_reduce_scatter": "ops.scaled_matmul.collective",
     "mlp": "layers.fused.mlp",
     "quantize_matmuls": "models.quantize_matmuls",
-    "quantize_params": "models.explain",
+    "quantize_params": "models.serving",
     "ragged_dot": "layers.grouped.matmul",
     "reduce_scatter_quantized": "ops.sums.api",
     "relu_squared": "ops.activations.api",

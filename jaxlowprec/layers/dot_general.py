@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import math
-import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -15,13 +14,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxlowprec.arguments import a_dtype, a_text, shown
+from jaxlowprec.arguments import a_dtype
 from jaxlowprec.arrays.quantized_array import QuantizedArray
 from jaxlowprec.layers.delayed_scaling import State
 from jaxlowprec.layers.layer_call import LayerCall, layer_call
 from jaxlowprec.layers.low_rank import Adapter, LoRAKernel, add_product, check_adapter, is_quantized
 from jaxlowprec.layers.product import QuantizedKernel
 from jaxlowprec.layers.residuals import in_profiles, product
+from jaxlowprec.layers.subscripts import KernelAxes, contracted_names, kernel_axes, parse, reduce_alone
 from jaxlowprec.layers.watching.watched import watched
 from jaxlowprec.ops.checks import (
     a_sharding,
@@ -35,8 +35,6 @@ from jaxlowprec.recipes.autocast import FROM_CONTEXT
 from jaxlowprec.recipes.roles import Recipe
 from jaxlowprec.wiring.out_sharding import resharded
 
-_TERM = r"[A-Za-z]*(\.\.\.)?[A-Za-z]*"
-_SUBSCRIPTS = re.compile(rf"{_TERM}(,{_TERM})*(->{_TERM})?")
 DimensionNumbers = tuple[tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequence[int]]]
 
 
@@ -247,7 +245,7 @@ def einsum(
         subscripts: as for `jnp.einsum`, "..." and the implicit form included.
         operands: under a recipe two: the first in the input's role, the second in the weight's. The second may be a
             loaded QuantizedArray [batch..., K, N] (see `linear`), its axes in this order; or one of both with an
-            adapter, of which K alone is contracted.
+            adapter, whose product has the elements of that operand.
         precision, preferred_element_type, out_sharding, recipe, key, name, state: see `dot_general`.
 
     Raises:
@@ -262,22 +260,61 @@ def einsum(
     options = {"precision": precision, "preferred_element_type": preferred_element_type, "out_sharding": out_sharding}
     _check_options(who, preferred_element_type, out_sharding)
     settings: Any = {"recipe": recipe, "key": key, "name": name, "state": state, "precision": precision}
+    return _einsum_call(subscripts, operands, None, options, settings)
+
+
+def einsum_of_layer(
+    subscripts: str,
+    x: jax.Array,
+    kernel: Any,
+    kernel_shape: Sequence[int],
+    *,
+    preferred_element_type: Any = None,
+    out_sharding: Any = None,
+    precision: Any = None,
+    **settings: Any,
+) -> Any:
+    """`einsum` of a layer that knows the shape of its kernel: one that is quantised stands for that kernel's matrices.
+
+    An adapter is that of these matrices, [batch..., K, N] (see `subscripts`), of an array as of a quantised kernel.
+
+    Arguments:
+        kernel_shape: that of the kernel as an array.
+    """
+    options = {"precision": precision, "preferred_element_type": preferred_element_type, "out_sharding": out_sharding}
+    _check_options("einsum", preferred_element_type, out_sharding)
+    settings |= {"precision": precision}
+    return _einsum_call(subscripts, (x, kernel), tuple(kernel_shape), options, settings)
+
+
+def _einsum_call(
+    subscripts: str, operands: tuple[Any, ...], shape: Any, options: dict[str, Any], settings: dict[str, Any]
+) -> Any:
+    """The einsum, and the state for the layer's next call if there is one.
+
+    Arguments:
+        shape: that of a layer's kernel, or None.
+    """
+    who, state = "einsum", settings.get("state")
     if len(operands) == 2 and isinstance(operands[1], LoRAKernel):
-        x: Any = operands[0]
-        kernel = operands[1]
-        y = einsum(subscripts, x, kernel.kernel, preferred_element_type=preferred_element_type, **settings)
+        x, kernel = operands
+        without = options | {"out_sharding": None}
+        y = _einsum_call(subscripts, (x, kernel.kernel), shape, without, settings)
         y, out_state = (y, None) if state is None else y
-        y = resharded(_add_einsum(y, subscripts, x, kernel, name), out_sharding)
+        y = resharded(add_adapter(y, subscripts, x, kernel, shape, settings["name"]), options["out_sharding"])
         return y if state is None else (y, out_state)
     is_loaded = len(operands) == 2 and isinstance(operands[1], QuantizedArray)
     _, call = layer_call(who, operands[1] if len(operands) == 2 else None, None, **settings)
-    if is_loaded or len(operands) != 2:
-        y, out_state = (_einsum_of_loaded if is_loaded else _einsum)(call, subscripts, operands, options)
+    if is_loaded:
+        y, out_state = _einsum_of_loaded(call, subscripts, operands, shape, options)
+        return y if state is None else (y, out_state)
+    if len(operands) != 2:
+        y, out_state = _einsum(call, subscripts, operands, options)
         return y if state is None else (y, out_state)
 
     def macs() -> int:
         x, w = operands
-        (x_names, w_names), _ = _parse(who, subscripts, x.ndim, w.ndim)
+        (x_names, w_names), _ = parse(who, subscripts, x.ndim, w.ndim)
         return math.prod(dict(zip([*x_names, *w_names], [*x.shape, *w.shape], strict=True)).values())
 
     def compute(call: LayerCall, x: Any, w: Any) -> tuple[jax.Array, State | None]:
@@ -302,16 +339,16 @@ def _einsum(
             f"{who}: {subscripts!r} has {len(operands)} operands; under a recipe it needs two: call it pair by pair"
         )
     x, w = float_array(who, "operand 0", operands[0]), float_array(who, "operand 1", operands[1])
-    (x_names, w_names), out = _parse(who, subscripts, x.ndim, w.ndim)
+    (x_names, w_names), out = parse(who, subscripts, x.ndim, w.ndim)
     shared = [n for n in dict.fromkeys(x_names) if n in w_names]
-    batch, contract = [n for n in shared if n in out], [n for n in shared if n not in out]
+    batch, contract = [n for n in shared if n in out], contracted_names(x_names, w_names, out)
     if not contract:
         return jnp.einsum(subscripts, x, w, **options), state
     if call.calibrates:
         y = product(jnp.einsum(subscripts, x, w.astype(x.dtype), **options))
         return call.recorded(x, w, y)
-    x, x_names = _reduce_alone(x, x_names, keep=set(w_names) | set(out))
-    reduced = functools.partial(_reduce_alone, names=w_names, keep=set(x_names) | set(out))
+    x, x_names = reduce_alone(x, x_names, keep=set(w_names) | set(out))
+    reduced = functools.partial(reduce_alone, names=w_names, keep=set(x_names) | set(out))
     call = call.laid_out(lambda w: reduced(w)[0])
     w, w_names = reduced(w)
     contract_dims, batch_dims = (
@@ -323,102 +360,74 @@ def _einsum(
     return resharded(y.transpose([names.index(n) for n in out]), options["out_sharding"]), out_state
 
 
-def _add_einsum(y: jax.Array, subscripts: str, x: jax.Array, kernel: LoRAKernel, name: str) -> jax.Array:
-    """y plus the einsum of x and the product of the kernel's adapter."""
+def add_adapter(
+    y: jax.Array, subscripts: str, x: jax.Array, kernel: LoRAKernel, shape: tuple[int, ...] | None, name: str
+) -> jax.Array:
+    """y plus the einsum of x and the product of the kernel's adapter.
+
+    Arguments:
+        shape: that of a layer's kernel, whose adapter is that of its matrices. None: the adapter's product has the
+            elements of the kernel in their order, as `LoRAKernel.merged` adds it.
+    """
     who = "einsum"
     check_adapter(who, kernel)
-    if not contracts_second_last(subscripts, x.ndim, kernel.ndim):
+    sizes = kernel.shape if shape is None else shape
+    (x_names, w_names), out = parse(who, subscripts, x.ndim, len(sizes))
+    if shape is not None:
+        order = kernel_axes(who, subscripts, x.ndim, len(shape)).order
+        w_names, sizes = [w_names[a] for a in order], tuple(shape[a] for a in order)
+    (*batch, k, rank), n = kernel.adapter.a.shape, kernel.adapter.b.shape[-1]
+    first = len(batch)
+    cuts = (c for c in range(first + 1, len(sizes)) if (math.prod(sizes[first:c]), math.prod(sizes[c:])) == (k, n))
+    cut = next(cuts, len(sizes))
+    if sizes[:first] != tuple(batch) or cut == len(sizes):
         raise ValueError(
-            f"{who}: {subscripts!r} with an adapter of a kernel of shape {kernel.shape}; needs a kernel "
-            "[batch..., K, N] of which only K is contracted and only N is free"
+            f"{who}: an adapter {kernel.adapter.a.shape} by {kernel.adapter.b.shape} of a kernel of shape {sizes} in "
+            f"{subscripts!r}; needs [batch..., K, rank] and [batch..., rank, N] whose K and N are whole axes of it"
         )
-    (x_names, (*batch, contracted, free)), out = _parse(who, subscripts, x.ndim, kernel.ndim)
-    numbers = {n: i for i, n in enumerate([*dict.fromkeys((*x_names, *batch, contracted, free)), "rank"])}
-    rows = [numbers[n] for n in out if n != free]
-    of_batch, rank = [numbers[n] for n in batch], numbers["rank"]
+    numbers = {n: i for i, n in enumerate([*dict.fromkeys((*x_names, *w_names)), "rank"])}
+    x_axes, out_axes, of_rank = [numbers[n] for n in x_names], [numbers[n] for n in out], numbers["rank"]
+    of_batch, of_k, of_n = ([numbers[n] for n in part] for part in (w_names[:first], w_names[first:cut], w_names[cut:]))
     with in_profiles(name, "adapter"):
         a, b = (factor.astype(x.dtype) for factor in (kernel.adapter.a, kernel.adapter.b))
-        down = jnp.einsum(x, [numbers[n] for n in x_names], a, [*of_batch, numbers[contracted], rank], [*rows, rank])
-        added = jnp.einsum(down, [*rows, rank], b, [*of_batch, rank, numbers[free]], [numbers[n] for n in out])
+        a, b = a.reshape(*sizes[:cut], rank), b.reshape(*sizes[:first], rank, *sizes[cut:])
+        a_axes, b_axes = [*of_batch, *of_k, of_rank], [*of_batch, of_rank, *of_n]
+        contracts_k = set(of_k) <= set(x_axes) - set(out_axes) and not set(of_n) & set(x_axes)
+        if contracts_k and set(of_batch) <= set(x_axes) & set(out_axes):
+            rows = [i for i in out_axes if i not in of_n]
+            down = jnp.einsum(x, x_axes, a, a_axes, [*rows, of_rank])
+            added = jnp.einsum(down, [*rows, of_rank], b, b_axes, out_axes)
+        else:  # K of the adapter is not what the product contracts
+            added = jnp.einsum(x, x_axes, a, a_axes, b, b_axes, out_axes)
         return (y.astype(jnp.float32) + kernel.adapter.scale * added.astype(jnp.float32)).astype(y.dtype)
 
 
-def contracts_second_last(subscripts: str, x_ndim: int, w_ndim: int) -> bool:
-    """Whether an einsum's second operand is [batch..., K, N], and only K is contracted."""
-    (x_names, (*batch, contracted, free)), out = _parse("einsum", subscripts, x_ndim, w_ndim)
-    return (
-        contracted in x_names
-        and contracted not in out
-        and free not in x_names
-        and free in out
-        and set(batch) <= set(x_names) & set(out)
-    )
-
-
 def _einsum_of_loaded(
-    call: LayerCall, subscripts: str, operands: tuple[Any, ...], options: dict[str, Any]
+    call: LayerCall, subscripts: str, operands: tuple[Any, ...], shape: Any, options: dict[str, Any]
 ) -> tuple[jax.Array, State | None]:
     """The product with a weight that is quantised along its second last axis, and the unchanged state."""
     who, (x, q) = call.who, operands
     x = float_array(who, "operand 0", x)
-    (x_names, w_names), out = _parse(who, subscripts, x.ndim, q.ndim)
-    *batch, contracted, free = w_names
-    if not contracts_second_last(subscripts, x.ndim, q.ndim):
+    sizes = q.shape if shape is None else shape
+    (x_names, w_names), out = parse(who, subscripts, x.ndim, len(sizes))
+    axes = kernel_axes(who, subscripts, x.ndim, len(sizes))
+    if shape is None and axes != KernelAxes.in_front(q.ndim - 2, 1, q.ndim):
         raise ValueError(
             f"{who}: {subscripts!r} with a quantised second operand of shape {q.shape}; it is quantised along its "
             "second last axis: contract only that axis, keep the last one free, and let the others be batch axes"
         )
-    x, x_names = _reduce_alone(x, x_names, keep=set(w_names) | set(out))
-    lhs_dims = ([x_names.index(contracted)], [x_names.index(n) for n in batch])
-    dims = ((lhs_dims[0], [len(batch)]), (lhs_dims[1], list(range(len(batch)))))
+    if not axes.contracted or q.shape != axes.sizes(sizes):
+        raise ValueError(
+            f"{who}: {subscripts!r} with a quantised kernel of shape {q.shape}, which stands for one of shape {sizes}; "
+            f"needs its matrices [batch..., K, N], of shape {axes.sizes(sizes)}"
+        )
+    x, x_names = reduce_alone(x, x_names, keep=set(w_names) | set(out))
+    batch, contracted, free = ([w_names[a] for a in part] for part in (axes.batch, axes.contracted, axes.free))
+    in_x: Any = [[x_names.index(n) for n in part] for part in (contracted, batch)]
+    in_front = KernelAxes.in_front(len(batch), len(contracted), len(sizes))
+    dims = ((in_x[0], in_front.contracted), (in_x[1], in_front.batch))
     wanted, options = options["out_sharding"], options | {"out_sharding": None}
     y, state = _dot_general(call, x, None, dims, options)
-    names = batch + [n for n in x_names if n not in w_names] + [free]
+    y = y.reshape(*y.shape[:-1], *(sizes[a] for a in axes.free))
+    names = batch + [n for n in x_names if n not in w_names] + free
     return resharded(y.transpose([names.index(n) for n in out]), wanted), state
-
-
-def kernel_axes_in_result(subscripts: str, x_ndim: int, kernel_shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape in which a bias over the kernel's remaining axes broadcasts against an einsum's result."""
-    (_, names), out = _parse("einsum", subscripts, x_ndim, len(kernel_shape))
-    sizes = dict(zip(names, kernel_shape, strict=True))
-    return tuple(sizes.get(n, 1) for n in out)
-
-
-def _parse(who: str, subscripts: str, *ndims: int) -> tuple[list[list[str]], list[str]]:
-    """Axis names of each operand and of the result; those of "..." are numbered from the right, as in broadcasting."""
-    a_text(who, subscripts=subscripts)
-    text = subscripts.replace(" ", "")
-    if not _SUBSCRIPTS.fullmatch(text):
-        raise ValueError(f'{who}: subscripts={shown(subscripts)}; needs letters and "...", such as "btd,dh->bth"')
-    inputs, arrow, out = text.partition("->")
-    terms = inputs.split(",")
-    if len(terms) != len(ndims):
-        raise ValueError(f"{who}: {subscripts!r} names {len(terms)} operands, given {len(ndims)}")
-    named, widest = [], 0
-    for term, ndim in zip(terms, ndims, strict=True):
-        before, dots, after = term.partition("...")
-        spare = ndim - len(before) - len(after)
-        if spare < 0 or (spare and not dots):
-            raise ValueError(f"{who}: {term!r} of {subscripts!r} does not fit an operand of {ndim} dimensions")
-        named.append([*before, *[f"...{i}" for i in reversed(range(spare))], *after])
-        widest = max(widest, spare)
-    ellipsis = [f"...{i}" for i in reversed(range(widest))]
-    if arrow:
-        before, dots, after = out.partition("...")
-        result = [*before, *(ellipsis if dots else []), *after]
-    else:
-        letters = inputs.replace(",", "").replace(".", "")
-        result = ellipsis + sorted(n for n in set(letters) if letters.count(n) == 1)
-    unknown = [n for n in result if not any(n in names for names in named)]
-    if unknown or len(set(result)) != len(result):
-        raise ValueError(f"{who}: the result of {subscripts!r} names an axis twice or one that no operand has")
-    return named, result
-
-
-def _reduce_alone(x: jax.Array, names: list[str], keep: set[str]) -> tuple[jax.Array, list[str]]:
-    """x with repeated axes reduced to their diagonal, and with axes that no other operand or result names summed."""
-    left = [n for n in dict.fromkeys(names) if n in keep]
-    if left == names:
-        return x, names
-    index = {n: i for i, n in enumerate(dict.fromkeys(names))}
-    return jnp.einsum(x, [index[n] for n in names], [index[n] for n in left]), left

@@ -16,7 +16,7 @@ from jaxlowprec.arguments import shown
 from jaxlowprec.layers.layer_call import own_product
 from jaxlowprec.linen.convolution import Conv, conv, windows_of
 from jaxlowprec.linen.grouped import GroupedDense
-from jaxlowprec.linen.layers import Dense, DenseGeneral, Einsum, base_call, dense, dense_general, layer_einsum
+from jaxlowprec.linen.layers import Dense, DenseGeneral, Einsum, attend, base_call, dense, dense_general, layer_einsum
 from jaxlowprec.recipes import silence
 from jaxlowprec.recipes.autocast import FROM_CONTEXT, resolve
 from jaxlowprec.recipes.roles import Recipe
@@ -26,7 +26,13 @@ _WHO = "linen.convert"
 _OURS: dict[type, Any] = {nn.Dense: Dense, nn.DenseGeneral: DenseGeneral, nn.Einsum: Einsum, nn.Conv: Conv}
 LAYERS: Any = (nn.Dense, nn.DenseGeneral, nn.Einsum, nn.Conv, nn.Embed, GroupedDense)
 """The layers with a kernel or an embedding of their own that `jaxlowprec.explain` has rows for."""
-_CALLS: dict[type, Any] = {nn.Dense: dense, nn.DenseGeneral: dense_general, nn.Einsum: layer_einsum, nn.Conv: conv}
+_CALLS: dict[type, Any] = {
+    nn.Dense: dense,
+    nn.DenseGeneral: dense_general,
+    nn.Einsum: layer_einsum,
+    nn.Conv: conv,
+    nn.Embed: attend,
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,6 +67,8 @@ def convert(module: Any, rules: Recipe | None = FROM_CONTEXT) -> Any:
 
     Parameters, their initial values, collections and RNGs are the module's own, and so are its methods: what is saved
     for one is loaded by the other. A layer is named by its path in the model, such as "block_0/mlp/up".
+
+    So does the product of a tied head, `Embed.attend`; rows are looked up in high precision.
 
     Flax's own stay layers that the rules keep in high precision, convolutions that are not matrix products (see
     `Conv`), instances of your own subclasses, and layers with another function for their product (`dot_general=`,
@@ -148,21 +156,25 @@ def _under(conversion: _Conversion, method: Callable[..., Any]) -> Callable[...,
 def _intercept(call: Any, args: Any, kwargs: Any, context: nn.module.InterceptorContext) -> Any:
     """A method's call; that of a linear layer is computed as this library's."""
     layer, method = context.module, context.method_name
-    if is_own(layer) and (conversion := _in_force.value) is not None:
-        conversion.own.add("/".join(layer.path))
-    followed = rules_of(layer, *args, **kwargs) if method == "__call__" else None
+    if (conversion := _in_force.value) is not None:
+        conversion.own.update(["/".join(layer.path)] if is_own(layer) else [])
+        conversion.tables.update([layer.num_embeddings] if isinstance(layer, nn.Embed) else [])
+    followed = rules_of(layer, *args, **kwargs) if method == product_method(layer) else None
     if followed is None:
         return call(*args, **kwargs)
     kind: Any = next(flax for flax in _CALLS if isinstance(layer, flax))
-    flaxs = base_call(_OURS[kind], layer) if isinstance(layer, _OURS[kind]) else call
+    flaxs = base_call(_OURS[kind], layer) if isinstance(layer, tuple(_OURS.values())) else call
     return _CALLS[kind](layer, followed[0], flaxs, *args, **kwargs)
+
+
+def product_method(layer: nn.Module) -> str:
+    """The method in which a layer multiplies by its parameter."""
+    return "attend" if isinstance(layer, nn.Embed) else "__call__"
 
 
 def rules_of(layer: nn.Module, *args: Any, **kwargs: Any) -> tuple[Any] | None:
     """The rules that a layer follows in this call because its model was converted, in a tuple; None if it does not."""
     conversion = _in_force.value
-    if conversion is not None and isinstance(layer, nn.Embed):
-        conversion.tables.add(layer.num_embeddings)
     if conversion is None or not isinstance(layer, (*_CALLS,)):
         return None
     name, rules = "/".join(layer.path), conversion.rules
@@ -186,7 +198,7 @@ def rules_of(layer: nn.Module, *args: Any, **kwargs: Any) -> tuple[Any] | None:
 
 def _reason(layer: Any) -> str:
     """Why a layer stays Flax's; "" if it need not."""
-    if type(layer) not in (*_OURS, *_OURS.values()):
+    if type(layer) not in (*_CALLS, *_OURS.values()):
         return f"a {type(layer).__name__}, a subclass"
     product = own_product(layer)
     return f"{product}= is set" if product else ""

@@ -12,6 +12,7 @@ from flax.linen.linear import canonicalize_padding
 from jaxlowprec.layers.convolution import Windows, masked
 from jaxlowprec.layers.dot_general import linear_general
 from jaxlowprec.layers.layer_call import stays_flaxs
+from jaxlowprec.layers.subscripts import KernelAxes
 from jaxlowprec.linen.layers import _loaded, _operands, _options, _quantized, _recipe, base_call, handed_on
 from jaxlowprec.ops.checks import layer_inputs
 from jaxlowprec.recipes.autocast import FROM_CONTEXT
@@ -45,10 +46,10 @@ def windows_of(layer: Any, inputs: Any = None) -> Windows:
     return Windows(sizes, strides, pairs, *dilation, features, layer.feature_group_count, extents=extents)
 
 
-def kernel_axes(layer: Any, kernel: Any) -> tuple[int, int] | None:
-    """The numbers of batch axes and of contracted axes of a Conv's kernel; None if a mask makes another one of it."""
+def conv_axes(layer: Any) -> KernelAxes | str:
+    """The axes of a Conv's kernel [spatial..., features in, features out], or why it could not be served."""
     own = (1 if isinstance(layer.kernel_size, int) else len(layer.kernel_size)) + 2
-    return (kernel.ndim - own, own - 1) if layer.mask is None else None
+    return KernelAxes.in_front(0, own - 1, own) if layer.mask is None else "its mask= makes another kernel of it"
 
 
 def not_of_a_loaded_kernel(who: str, reason: str) -> ValueError:

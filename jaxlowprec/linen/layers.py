@@ -36,7 +36,7 @@ from jaxlowprec.layers.delayed_scaling import (
     is_added_up,
     used_in_a_transformation,
 )
-from jaxlowprec.layers.dot_general import axes_in_order, einsum, kernel_axes_in_result, linear_general
+from jaxlowprec.layers.dot_general import axes_in_order, dot_general, einsum, einsum_of_layer, linear_general
 from jaxlowprec.layers.fused.shared_input import Layer
 from jaxlowprec.layers.layer_call import (
     check_own_product,
@@ -47,6 +47,7 @@ from jaxlowprec.layers.layer_call import (
 )
 from jaxlowprec.layers.linear import QuantizedKernel, kernel_matrices, linear, quantize_kernel
 from jaxlowprec.layers.low_rank import LoRAKernel, is_quantized, without_adapter
+from jaxlowprec.layers.subscripts import kernel_axes_in_result
 from jaxlowprec.ops.checks import FLOATS, layer_inputs
 from jaxlowprec.recipes.autocast import FROM_CONTEXT, resolve
 from jaxlowprec.recipes.roles import ModuleType, Recipe
@@ -123,13 +124,13 @@ def parameter_of(layer: nn.Module, name: str, optional: bool = False) -> Any:
 
 
 def _options(layer: nn.Module, given: Any, recipe: Recipe | None) -> dict[str, Any]:
-    name = "/".join(layer.path)
+    name, precision = "/".join(layer.path), getattr(layer, "precision", None)  # an Embed has none
     if recipe is None or is_quantized(_loaded(layer)):
-        return {"recipe": given, "key": None, "name": name, "state": None, "precision": layer.precision}
+        return {"recipe": given, "key": None, "name": name, "state": None, "precision": precision}
     wanted = uses_key(recipe.roles(name=name), recipe.sums) and layer.has_rng("sr")
     state = None if recipe.delayed is None else _state(layer, recipe.delayed)
     key = layer.make_rng("sr") if wanted else None
-    return {"recipe": recipe, "key": key, "name": name, "state": state, "precision": layer.precision}
+    return {"recipe": recipe, "key": key, "name": name, "state": state, "precision": precision}
 
 
 _latest_states: weakref.WeakKeyDictionary[Any, dict[Any, tuple[State, State]]] = weakref.WeakKeyDictionary()
@@ -265,9 +266,31 @@ def layer_einsum(
         return flaxs(inputs, einsum_str)
     inputs, kernel, bias = operands
     options = _options(layer, given, recipe)
-    y = einsum(subscripts, inputs, kernel, preferred_element_type=layer.preferred_element_type, **options)
+    options["preferred_element_type"] = layer.preferred_element_type
+    shape = tuple(layer.shape)
+    if is_quantized(kernel):
+        y = einsum_of_layer(subscripts, inputs, kernel, shape, **options)
+    else:
+        y = einsum(subscripts, inputs, kernel, **options)
     y = handed_on(layer, y, options["state"])
-    return y if bias is None else y + bias.reshape(kernel_axes_in_result(subscripts, inputs.ndim, kernel.shape))
+    return y if bias is None else y + bias.reshape(kernel_axes_in_result(subscripts, inputs.ndim, shape))
+
+
+def attend(layer: Any, given: Any, flaxs: Callable[..., Any], query: jax.Array) -> jax.Array:
+    """The product of an Embed as a tied head, see `dense`."""
+    who = type(layer).__name__
+    query = layer_inputs(who, query)
+    recipe = _recipe(layer, given)
+    if recipe is None:
+        return flaxs(query)
+    promote = keep_kernel_dtype if layer.promote_dtype is promote_dtype else layer.promote_dtype
+    operands = promote(query, parameter_of(layer, "embedding"), dtype=layer.dtype)
+    query, table = operands[:2]
+    if stays_flaxs(who, recipe, query, table):
+        return flaxs(query)
+    options = _options(layer, given, recipe)
+    y = dot_general(query, table, (((query.ndim - 1,), (1,)), ((), ())), **options)
+    return handed_on(layer, y, options["state"])
 
 
 def base_call(kind: Any, layer: nn.Module) -> Callable[..., Any]:

@@ -1,4 +1,4 @@
-"""Shows what a recipe does to each layer of a model, and exports trained models for serving.
+"""Shows what a recipe does to each layer of a model.
 
 A Linen module and a function are traced without computing anything, so recipes that scopes and layers set themselves
 are seen. An NNX module is walked, so scopes within its `__call__` are not seen: give such layers a recipe of their own.
@@ -18,20 +18,20 @@ import jaxlowprec.linen
 import jaxlowprec.nnx
 from jaxlowprec.arguments import shown
 from jaxlowprec.arrays.quantized_array import QuantizedArray
-from jaxlowprec.layers.dot_general import contracts_second_last
 from jaxlowprec.layers.layer_call import own_product
-from jaxlowprec.layers.linear import kernel_matrices
 from jaxlowprec.layers.low_rank import LoRAKernel, without_adapter
+from jaxlowprec.layers.subscripts import KernelAxes, kernel_axes
 from jaxlowprec.layers.watching.seeing import seeing_calls
-from jaxlowprec.layers.weight_only import check_whole_blocks, quantize_weight
+from jaxlowprec.layers.weight_only import check_whole_blocks
 from jaxlowprec.linen import converting as linen_converting
-from jaxlowprec.linen.convolution import kernel_axes, windows_of
+from jaxlowprec.linen.convolution import conv_axes, windows_of
 from jaxlowprec.models.explanation import HIGH_PRECISION, AppliedRecipe, Explanation
 from jaxlowprec.models.quantize_matmuls import QuantizedMatmuls, TracedFunction
 from jaxlowprec.models.transform.products import Product
 from jaxlowprec.models.transform.weights import Weight, has_matrices
 from jaxlowprec.moe.grouped_linear import MODULE_TYPE
 from jaxlowprec.nnx import converting as nnx_converting
+from jaxlowprec.nnx.einsum import einsum_axes
 from jaxlowprec.recipes import silence
 from jaxlowprec.recipes.autocast import FROM_CONTEXT, autocast, resolve
 from jaxlowprec.recipes.roles import Recipe, Role, Roles
@@ -41,7 +41,7 @@ from jaxlowprec.recipes.uses import Use
 _GROUPED = (jaxlowprec.linen.GroupedDense, jaxlowprec.nnx.GroupedLinear)
 _linen, _nnx = jaxlowprec.linen, jaxlowprec.nnx
 _OUR_LINEN = (_linen.Dense, _linen.DenseGeneral, _linen.Einsum, _linen.Conv, _GROUPED[0])
-_OURS = (*_OUR_LINEN, _nnx.Linear, _nnx.LinearGeneral, _nnx.Einsum, _nnx.Conv, _GROUPED[1])
+_OURS = (*_OUR_LINEN, _nnx.Linear, _nnx.LinearGeneral, _nnx.Einsum, _nnx.Conv, _nnx.Embed, _GROUPED[1])
 _OWN = "its module's own: see jaxlowprec.quantize_matmuls"
 
 
@@ -75,10 +75,11 @@ def explain(model: Any, recipe: Recipe | None = FROM_CONTEXT, *args: Any, **kwar
     head   512x8    -           -      -         no jaxlowprec layer
     up     256x512  Int4 1x128  -      -
     """
-    return _explained("explain", model, recipe, *args, **kwargs)
+    return explained("explain", model, recipe, *args, **kwargs)
 
 
-def _explained(who: str, model: Any, recipe: Any, *args: Any, **kwargs: Any) -> Explanation:
+def explained(who: str, model: Any, recipe: Any, *args: Any, **kwargs: Any) -> Explanation:
+    """`explain`, for a function of that name; of modules only, unless that is `explain`."""
     is_module = isinstance(model, nn.Module | nnx.Module)
     if who == "explain" and callable(model) and not is_module and not isinstance(model, type):
         return _of_function(model, recipe, args, kwargs)
@@ -149,80 +150,15 @@ def _used(row: AppliedRecipe, shape: tuple[int, ...], count: int) -> AppliedReci
     return dataclasses.replace(row, kernel=shape, note=note)
 
 
-def quantize_params(
-    model: nn.Module | nnx.Module, recipe: Recipe | None = FROM_CONTEXT, *args: Any, **kwargs: Any
-) -> Any:
-    """The parameters for serving: each kernel that was trained quantised becomes a QuantizedArray.
-
-    These are exactly the kernels that the recipe applies to, with the bits that training multiplied by; nothing else
-    changes. The layers accept them without a recipe. A kernel with several axes becomes matrices [batch..., K, N].
+def _applied(
+    path: str, name: str, layer: Any, kernel: Any, axes: KernelAxes | str, converted: tuple[Any] | None = None
+) -> AppliedRecipe:
+    """What the recipe does to a layer of this name in the current scope.
 
     Arguments:
-        model: an NNX module; a copy is returned, with kernels in `jaxlowprec.nnx.Quantized` variables. Or a Linen
-            module; then the arguments of `model.apply` follow, beginning with the variables, of which a copy is
-            returned.
-        recipe: `Int4QAT` or `WeightQAT`; default: the context's. Layers with a recipe of their own follow that one.
-
-    Raises:
-        TypeError: the model is neither.
-        ValueError: no layer was trained for such a weight, or a layer cannot be served in this form.
-
-    >>> import jax.numpy as jnp, jaxlowprec as jlp
-    >>> from flax import nnx
-    >>> trained, recipe = jlp.nnx.Linear(256, 64, rngs=nnx.Rngs(0)), jlp.Int4QAT(group_size=64)
-    >>> served = jlp.quantize_params(trained, recipe)
-    >>> served.kernel.get_value()
-    QuantizedArray(Int4 1x64, shape=(256, 64), dtype=float32, axis=-2, 8.5 KiB, 7.53x smaller)
-    >>> x = jnp.ones((4, 256), jnp.bfloat16)
-    >>> with jlp.autocast(recipe):
-    ...     bool((trained(x) == served(x)).all())
-    True
+        axes: those of its kernel, or why it has none that could be served.
+        converted: see `rules_of`.
     """
-    who = "quantize_params"
-    chosen = [layer for layer in _explained(who, model, recipe, *args, **kwargs).layers if layer.roles.ste is not None]
-    if not chosen:
-        raise ValueError(
-            f"{who}: no layer follows a recipe of quantisation-aware training; pass the Int4QAT or WeightQAT that the "
-            "model was trained with, and see what jaxlowprec.explain says"
-        )
-    if isinstance(model, nnx.Module):
-        served = nnx.merge(*nnx.split(model))
-        layers: dict[str, Any] = {_joined(path): module for path, module in nnx.iter_modules(served)}
-        for applied in chosen:
-            layer = layers[applied.path]
-            layer.kernel = jaxlowprec.nnx.Quantized(_served(who, applied, layer.kernel.get_value()))
-        return served
-    variables = args[0]
-    params = variables["params"]
-    for applied in chosen:
-        params = _replaced(params, (*applied.path.split("/"), "kernel") if applied.path else ("kernel",), applied)
-    return {**variables, "params": params}
-
-
-def _replaced(tree: Mapping[str, Any], path: tuple[str, ...], applied: AppliedRecipe) -> dict[str, Any]:
-    """A tree of parameters whose kernel at that path is quantised."""
-    key, *rest = path
-    new = _replaced(tree[key], tuple(rest), applied) if rest else _served("quantize_params", applied, tree[key])
-    return {**tree, key: new}
-
-
-def _served(who: str, applied: AppliedRecipe, kernel: Any) -> QuantizedArray | LoRAKernel:
-    if isinstance(kernel, LoRAKernel):
-        return LoRAKernel(_served(who, applied, kernel.kernel), kernel.adapter)
-    if applied.axes is None or applied.roles.weight is None:
-        raise ValueError(
-            f"{who}: layer {applied.path!r} has a kernel of shape {applied.kernel} that is no [batch..., K, N]; leave "
-            "it out with exclude= when training"
-        )
-    matrices = kernel_matrices(nn.meta.unbox(kernel), *applied.axes)
-    check_whole_blocks(who, applied.path, matrices, applied.roles.weight.format)
-    return quantize_weight(matrices, applied.roles.weight.format, applied.roles.served_dtype)
-
-
-def _applied(
-    path: str, name: str, layer: Any, kernel: Any, axes: tuple[int, int] | None, converted: tuple[Any] | None = None
-) -> AppliedRecipe:
-    """What the recipe does to a layer of this name in the current scope; converted: see `linen_converting.rules_of`."""
     if isinstance(kernel, LoRAKernel | QuantizedArray):
         weight = without_adapter(kernel)
         loaded = isinstance(weight, QuantizedArray)
@@ -230,6 +166,8 @@ def _applied(
         return _with_packed(applied, kernel)
     if not isinstance(layer, _OURS) and converted is None:
         return AppliedRecipe(path, kernel.shape, note="no jaxlowprec layer")
+    if isinstance(axes, KernelAxes) and not axes.contracted:
+        return AppliedRecipe(path, kernel.shape, note="contracts nothing: no matrix product")
     recipe = resolve("explain", layer.recipe if converted is None else converted[0])
     if recipe is None:
         left_out = converted is not None and converted[0] is None
@@ -241,12 +179,15 @@ def _applied(
         note = f"nameless; by its path {_choice(recipe.at(name), recipe.at(path))}: see jaxlowprec.nnx.name_layers"
     is_grouped = isinstance(layer, _GROUPED)
     roles = recipe.roles(MODULE_TYPE if is_grouped else "linear", name)
-    if roles.ste is not None and roles.weight is not None and axes is not None:
+    sums = _sums_of(recipe.at(name), is_grouped)
+    if isinstance(axes, str):
+        return AppliedRecipe(path, kernel.shape, roles, note, unserved=axes, sums=sums)
+    if roles.ste is not None and roles.weight is not None:
         try:
-            check_whole_blocks("explain", path, _matrices_type(kernel, *axes), roles.weight.format)
+            check_whole_blocks("explain", path, _matrices_type(kernel, axes), roles.weight.format)
         except ValueError as error:
             note = str(error)
-    return AppliedRecipe(path, kernel.shape, roles, note, axes, _sums_of(recipe.at(name), is_grouped))
+    return AppliedRecipe(path, kernel.shape, roles, note, axes, sums=sums)
 
 
 def _with_packed(applied: AppliedRecipe, kernel: Any) -> AppliedRecipe:
@@ -281,11 +222,11 @@ def _choice(given: Recipe | None, by_path: Recipe | None) -> str:
     return "chosen" if given is None else type(by_path).__name__
 
 
-def _matrices_type(kernel: Any, batch: int, contracted: int) -> Any:
+def _matrices_type(kernel: Any, axes: KernelAxes) -> Any:
     """Shape of a kernel as matrices, and its sharding if it already consists of matrices."""
-    if kernel.ndim == batch + 2 and contracted == 1:
+    if axes == KernelAxes.in_front(len(axes.batch), 1, len(axes.batch) + 2):
         return kernel
-    return jax.eval_shape(lambda k: kernel_matrices(k, batch, contracted), kernel)
+    return jax.eval_shape(axes.matrices, kernel)
 
 
 def _joined(path: Any) -> str:
@@ -297,32 +238,44 @@ def _nnx_layers(model: nnx.Module) -> dict[str, AppliedRecipe]:
     found = {}
     for path, layer in nnx.iter_modules(model):
         if isinstance(layer, nnx_converting.LAYERS):
+            embeds = isinstance(layer, nnx.Embed)
             kernel = (layer.embedding if isinstance(layer, nnx.Embed) else layer.kernel).get_value()
-            name, axes = getattr(layer, "name", ""), _nnx_axes(layer, kernel)
             adapter = getattr(layer, "adapter", None)
             kernel = kernel if adapter is None else LoRAKernel(kernel, adapter)
-            found[_joined(path)] = _of_windows(_applied(_joined(path), name, layer, kernel, axes), layer)
+            row = _applied(_joined(path), getattr(layer, "name", ""), layer, kernel, _nnx_axes(layer))
+            found[_joined(path)] = _embedding(row, "if attend is called") if embeds else _of_windows(row, layer)
     return found | {path: AppliedRecipe(path, s, note=_OWN) for path, s in nnx_converting.own_matrices(model).items()}
 
 
-def _nnx_axes(layer: nnx.Module, kernel: Any) -> tuple[int, int] | None:
-    """See `AppliedRecipe.axes`; axes that a transformation put in front count as batch axes."""
-    if isinstance(layer, nnx.Linear | jaxlowprec.nnx.GroupedLinear):
-        return kernel.ndim - 2, 1
+_LOOKED_UP = (
+    "it is a table that is looked up in high precision, and multiplied as the tied head: leave it out with exclude=, "
+    "when training if attend is called"
+)
+
+
+def _embedding(row: AppliedRecipe, product: str = "") -> AppliedRecipe:
+    """The row of an embedding. `product`: how it is a tied head's kernel, if it is."""
+    note = f"looked up, and multiplied as the tied head {product}" if product else "looked up"
+    return dataclasses.replace(row, note=f"{note}: {row.note}" if row.note else note)
+
+
+def _nnx_axes(layer: nnx.Module) -> KernelAxes | str:
+    """The axes of a layer's kernel, or why it has none that could be served."""
+    if isinstance(layer, nnx.Linear):
+        return KernelAxes.in_front(0, 1, 2)
+    if isinstance(layer, jaxlowprec.nnx.GroupedLinear):
+        return KernelAxes.in_front(1, 1, 3)
     if isinstance(layer, nnx.LinearGeneral):
-        own = len(layer.batch_axis) + len(layer.axis) + len(layer.out_features)
-        return kernel.ndim - own + len(layer.batch_axis), len(layer.axis)
+        batch, contracted = len(layer.batch_axis), len(layer.axis)
+        return KernelAxes.in_front(batch, contracted, batch + contracted + len(layer.out_features))
     if isinstance(layer, nnx.Conv):
-        return kernel_axes(layer, kernel)
-    if isinstance(layer, nnx.Einsum) and layer.einsum_str is not None:
-        x_ndim = sum(letter.isalpha() for letter in layer.einsum_str.partition(",")[0])
-        return _einsum_axes(layer.einsum_str, x_ndim, kernel.ndim, len(layer.kernel_shape))
-    return None
-
-
-def _einsum_axes(subscripts: str, x_ndim: int, kernel_ndim: int, own_ndim: int) -> tuple[int, int] | None:
-    """`axes` of an einsum's kernel; its own axes may follow axes of transformations."""
-    return (kernel_ndim - 2, 1) if contracts_second_last(subscripts, x_ndim, own_ndim) else None
+        return conv_axes(layer)
+    if isinstance(layer, nnx.Einsum):
+        try:
+            return einsum_axes(layer)
+        except ValueError as error:
+            return str(error)
+    return _LOOKED_UP if isinstance(layer, nnx.Embed) else f"it is a {type(layer).__name__}"
 
 
 def _linen_layers(model: nn.Module, variables: Any, *args: Any, **kwargs: Any) -> dict[str, AppliedRecipe]:
@@ -334,25 +287,30 @@ def _linen_layers(model: nn.Module, variables: Any, *args: Any, **kwargs: Any) -
         layer = context.module
         if linen_converting.is_own(layer):
             own.add(_joined(layer.path))
-        if (
-            isinstance(layer, linen_converting.LAYERS)
-            and context.method_name == "__call__"
-            and _joined(layer.path) not in found
-        ):
-            name = "embedding" if isinstance(layer, nn.Embed) else "kernel"
-            kernel = variables["params"]
-            for key in (*layer.path, name):
-                kernel = kernel[key]
-            kernel = nn.meta.unbox(kernel)
-            axes = _linen_axes(layer, kernel, *call_args, **call_kwargs) if name == "kernel" else None
-            path, converted = _joined(layer.path), linen_converting.rules_of(layer, *call_args, **call_kwargs)
-            applied = _applied(path, path, layer, kernel, axes, converted)
-            found[path] = _of_windows(applied, layer, *call_args, **call_kwargs)
-            if not isinstance(kernel, QuantizedArray | LoRAKernel):
-                # in high precision, so that layers that cannot follow the recipe are seen, too
-                ours: Any = next((c for c in _OUR_LINEN if isinstance(layer, c)), None)
-                flaxs = call if converted is None else context.orig_method
-                call = flaxs if ours is None else super(ours, layer).__call__
+        embeds, method = isinstance(layer, nn.Embed), linen_converting.product_method(layer)
+        if not isinstance(layer, linen_converting.LAYERS) or context.method_name not in ("__call__", method):
+            return call(*call_args, **call_kwargs)
+        path, kernel = _joined(layer.path), variables["params"]
+        for key in (*layer.path, "embedding" if embeds else "kernel"):
+            kernel = kernel[key]
+        kernel = nn.meta.unbox(kernel)
+        if context.method_name != method:
+            found.setdefault(path, _embedding(AppliedRecipe(path, kernel.shape)))
+            return call(*call_args, **call_kwargs)
+        axes = _linen_axes(layer, kernel, *call_args, **call_kwargs)
+        if path in found and not embeds:  # called again, or from within the call below
+            if isinstance(axes, KernelAxes) and found[path].axes not in (None, axes):
+                several = "its calls contract different axes of the kernel"
+                found[path] = dataclasses.replace(found[path], axes=None, unserved=several)
+            return call(*call_args, **call_kwargs)
+        converted = linen_converting.rules_of(layer, *call_args, **call_kwargs)
+        row = _applied(path, path, layer, kernel, axes, converted)
+        found[path] = _embedding(row, "(attend)") if embeds else _of_windows(row, layer, *call_args, **call_kwargs)
+        if not isinstance(kernel, QuantizedArray | LoRAKernel):
+            # in high precision, so that layers that cannot follow the recipe are seen, too
+            ours: Any = next((c for c in _OUR_LINEN if isinstance(layer, c)), None)
+            flaxs = call if converted is None else context.orig_method
+            call = flaxs if ours is None else super(ours, layer).__call__
         return call(*call_args, **call_kwargs)
 
     leaves, structure = jax.tree.flatten((variables, args, kwargs))
@@ -369,17 +327,22 @@ def _linen_layers(model: nn.Module, variables: Any, *args: Any, **kwargs: Any) -
     return found | {path: AppliedRecipe(path, shape, note=_OWN) for path, shape in matrices.items()}
 
 
-def _linen_axes(
-    layer: nn.Module, kernel: Any, inputs: Any, einsum_str: Any = None, **others: Any
-) -> tuple[int, int] | None:
-    """See `AppliedRecipe.axes`; axes that a transformation put in front count as batch axes."""
-    if isinstance(layer, nn.Dense | jaxlowprec.linen.GroupedDense):
-        return kernel.ndim - 2, 1
-    if isinstance(layer, nn.DenseGeneral):
-        axis, features = (1 if isinstance(v, int) else len(v) for v in (layer.axis, layer.features))
-        return kernel.ndim - axis - features, axis
+def _linen_axes(layer: nn.Module, kernel: Any, inputs: Any, einsum_str: Any = None, **others: Any) -> KernelAxes | str:
+    """The axes of a layer's kernel, or why it has none that could be served."""
+    if isinstance(layer, nn.Dense):
+        return KernelAxes.in_front(0, 1, 2)
+    if isinstance(layer, jaxlowprec.linen.GroupedDense):
+        return KernelAxes.in_front(1, 1, 3)
     if isinstance(layer, nn.Conv):
-        return kernel_axes(layer, kernel)
+        return conv_axes(layer)
+    if isinstance(layer, nn.DenseGeneral):
+        batch, axis, features = (
+            1 if isinstance(v, int) else len(v) for v in (layer.batch_dims, layer.axis, layer.features)
+        )
+        return KernelAxes.in_front(batch, axis, batch + axis + features)
     if isinstance(layer, nn.Einsum):
-        return _einsum_axes(layer.einsum_str or einsum_str or "", inputs.ndim, kernel.ndim, len(layer.shape))
-    return None
+        try:
+            return kernel_axes("einsum", layer.einsum_str or einsum_str or "", inputs.ndim, len(layer.shape))
+        except ValueError as error:
+            return str(error)
+    return _LOOKED_UP if isinstance(layer, nn.Embed) else f"it is a {type(layer).__name__}"

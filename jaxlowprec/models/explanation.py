@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from jaxlowprec.layers.subscripts import KernelAxes
 from jaxlowprec.recipes.roles import GEMMS, Roles
 from jaxlowprec.recipes.sums import IN_FLOAT32, Sums
 
@@ -21,8 +22,8 @@ class AppliedRecipe:
         kernel: the shape of its kernel or embedding; for a loaded kernel that of its matrices [batch..., K, N].
         roles: the roles of its operands; None stays in high precision.
         note: why it stays in high precision, or what to watch for.
-        axes: the number of batch axes of the kernel, and of contracted axes after them; None if the kernel does not
-            consist of such matrices.
+        axes: those of the kernel's matrices [batch..., K, N]; None if it does not consist of such matrices.
+        unserved: why `quantize_params` cannot serve such a kernel, or "".
         sums: how devices add up partial sums of its quantised GEMMs; those of other GEMMs are XLA's.
     """
 
@@ -30,7 +31,8 @@ class AppliedRecipe:
     kernel: tuple[int, ...]
     roles: Roles = HIGH_PRECISION
     note: str = ""
-    axes: tuple[int, int] | None = None
+    axes: KernelAxes | None = None
+    unserved: str = ""
     sums: Sums = IN_FLOAT32
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-_KERNELS = ("kernel", "w", "weight")  # a layer's name is its path without what its matrix is called
+_KERNELS = ("kernel", "w", "weight", "embedding")  # a layer's name is its path without what its matrix is called
 
 
 def layer_name(path: Any) -> str:

@@ -49,7 +49,7 @@ def init(
     """Makes adapters for the weights of a tree of parameters.
 
     A weight is a QuantizedArray, or a float array two axes of which are longer than 1. It gets its layer's name: its
-    path in the tree without a last "kernel", "w" or "weight", such as "block_0/mlp/up".
+    path in the tree without a last "kernel", "w", "weight" or "embedding", such as "block_0/mlp/up".
 
     Arguments:
         key: of `jax.random`; each layer has its own random numbers, whatever other layers there are.

@@ -78,9 +78,9 @@ class OsciReset:
         tau: D_Q / D from which on a weight oscillates.
         start: the step of the first window; the source starts at 64 % of a run.
         include, exclude: regular expressions, searched for in a layer's name: its weight's path in the tree, without a
-            last "kernel", "w" or "weight". Leave out what follows no recipe for other reasons than its name, such as
-            Flax's own layers. By default embeddings, norms, routers and heads are left out (`DEFAULT_EXCLUDE`), as are
-            biases and weights without two axes longer than 1.
+            last "kernel", "w", "weight" or "embedding". Leave out what follows no recipe for other reasons than its
+            name, such as Flax's own layers. By default embeddings, norms, routers and heads are left out
+            (`DEFAULT_EXCLUDE`), as are biases and weights without two axes longer than 1.
         axes: says which axes of a weight are contracted, since its blocks lie along these: a dict, or pairs, from a
             regular expression that matches the whole name to the batch axes and the contracted axes. Either how many,
             if they come first in this order, as in `lora.init`: (0, 2) for [heads, head_dim, out]. Or which, in the

@@ -3,9 +3,9 @@
 from jaxlowprec.nnx.blocks import MLP, LayerNorm, NormLinear, RMSNorm, linears, mlp
 from jaxlowprec.nnx.converting import convert
 from jaxlowprec.nnx.convolution import Conv
+from jaxlowprec.nnx.einsum import Einsum, Embed
 from jaxlowprec.nnx.grouped import GroupedLinear
 from jaxlowprec.nnx.layers import (
-    Einsum,
     Linear,
     LinearGeneral,
     OverwriteWithGradient,
@@ -15,17 +15,19 @@ from jaxlowprec.nnx.layers import (
     name_layers,
     quantized_kernels,
 )
-from jaxlowprec.nnx.lora import LoRALinear, LoRALinearGeneral, add_lora, merge_lora
+from jaxlowprec.nnx.lora import LoRAEinsum, LoRALinear, LoRALinearGeneral, add_lora, merge_lora
 from jaxlowprec.nnx.moe import MoE, SelectionBias
 
 __all__ = [
     "MLP",
     "Conv",
     "Einsum",
+    "Embed",
     "GroupedLinear",
     "LayerNorm",
     "Linear",
     "LinearGeneral",
+    "LoRAEinsum",
     "LoRALinear",
     "LoRALinearGeneral",
     "MoE",

@@ -9,15 +9,22 @@ from flax import nnx
 from jaxlowprec.layers.layer_call import own_product
 from jaxlowprec.linen.convolution import windows_of
 from jaxlowprec.nnx.convolution import Conv
+from jaxlowprec.nnx.einsum import Einsum, Embed
 from jaxlowprec.nnx.grouped import GroupedLinear
-from jaxlowprec.nnx.layers import Einsum, Linear, LinearGeneral, _check_model, _Quantizing
+from jaxlowprec.nnx.layers import Linear, LinearGeneral, _check_model, _Quantizing
 from jaxlowprec.recipes import silence
 from jaxlowprec.recipes.autocast import FROM_CONTEXT, resolve
 from jaxlowprec.recipes.roles import Recipe
 from jaxlowprec.recipes.uses import Use, use_of
 
 _WHO = "nnx.convert"
-_OURS: dict[type, Any] = {nnx.Linear: Linear, nnx.LinearGeneral: LinearGeneral, nnx.Einsum: Einsum, nnx.Conv: Conv}
+_OURS: dict[type, Any] = {
+    nnx.Linear: Linear,
+    nnx.LinearGeneral: LinearGeneral,
+    nnx.Einsum: Einsum,
+    nnx.Conv: Conv,
+    nnx.Embed: Embed,
+}
 _CONTAINERS = tuple(getattr(nnx, name) for name in ("Dict", "List", "Sequential") if hasattr(nnx, name))
 LAYERS: Any = (nnx.Linear, nnx.LinearGeneral, nnx.Einsum, nnx.Conv, nnx.Embed, GroupedLinear)
 """The layers with a kernel or an embedding of their own that `jaxlowprec.explain` has rows for."""
@@ -29,7 +36,8 @@ def convert(model: Any, rules: Recipe | None = FROM_CONTEXT) -> Any:
     The layers are changed in place: they stay the same objects with the same variables and attributes, so optimizers,
     checkpoints and shardings see no difference. Each is named by its path in the model, such as "blocks/0/up". A layer
     of this library that is there already gets a name, and a recipe, unless it was made with its own. Converting again
-    gives the layers other rules, None among them. If a layer is refused, none is changed.
+    gives the layers other rules, None among them. If a layer is refused, none is changed. So does Embed, whose `attend`
+    is the product of a tied head; rows are looked up in high precision.
 
     Flax's own stay layers that the rules keep in high precision, convolutions that are not matrix products (see
     `Conv`), instances of your own subclasses, and layers with another function for their product (`dot_general=`,

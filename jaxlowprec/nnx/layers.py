@@ -21,7 +21,7 @@ from jaxlowprec.layers.delayed_scaling import (
     is_added_up,
     used_in_a_transformation,
 )
-from jaxlowprec.layers.dot_general import dot_general, einsum, kernel_axes_in_result, linear_general
+from jaxlowprec.layers.dot_general import dot_general, linear_general
 from jaxlowprec.layers.fused.shared_input import Layer
 from jaxlowprec.layers.layer_call import (
     check_own_product,
@@ -312,50 +312,6 @@ class LinearGeneral(_Quantizing, nnx.LinearGeneral):
     def _flaxs(self, inputs: jax.Array, out_sharding: Any) -> jax.Array:
         """What Flax's layer gives."""
         return nnx.LinearGeneral.__call__(self, inputs, out_sharding)
-
-
-class Einsum(_Quantizing, nnx.Einsum):
-    """`flax.nnx.Einsum` under a recipe. Arguments: Flax's, `recipe` and `name` (see `Linear`)."""
-
-    def __init__(
-        self,
-        einsum_str: str,
-        kernel_shape: Any,
-        bias_shape: Any = None,
-        *,
-        recipe: Any = FROM_CONTEXT,
-        name: str = "",
-        rngs: nnx.Rngs,
-        **kwargs: Any,
-    ):
-        super().__init__(einsum_str, kernel_shape, bias_shape, rngs=rngs, **kwargs)
-        self._set_up(recipe, name, rngs)
-
-    def _own_axes(self) -> int:
-        return len(self.kernel_shape)
-
-    def __call__(self, inputs: jax.Array, einsum_str: str | None = None, out_sharding: Any = None) -> jax.Array:
-        """The einsum of the inputs and the kernel."""
-        inputs = layer_inputs(type(self).__name__, inputs)
-        recipe = self._recipe()
-        if recipe is None and self._loaded() is None:
-            return super().__call__(inputs, einsum_str, out_sharding)
-        subscripts = self.einsum_str if einsum_str is None else einsum_str
-        operands = self._operands(inputs)
-        if stays_flaxs(type(self).__name__, recipe, *operands):
-            return super().__call__(inputs, einsum_str, out_sharding)
-        inputs, kernel, bias = operands
-        options = self._options(recipe)
-        y = einsum(
-            subscripts,
-            inputs,
-            kernel,
-            preferred_element_type=self.preferred_element_type,
-            out_sharding=out_sharding,
-            **options,
-        )
-        y = self._handed_on(y, options["state"])
-        return y if bias is None else y + bias.reshape(kernel_axes_in_result(subscripts, inputs.ndim, kernel.shape))
 
 
 def add_delayed_scaling(model: nnx.Module, recipe: DelayedScaling) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,10 +13,11 @@ from flax import nnx
 
 from jaxlowprec.arguments import shown, whole_number
 from jaxlowprec.arrays.quantized_array import QuantizedArray
-from jaxlowprec.layers.dot_general import axes_in_order
+from jaxlowprec.layers.dot_general import add_adapter, axes_in_order
 from jaxlowprec.layers.low_rank import Adapter, LoRAKernel, checked_alpha, new_adapter
 from jaxlowprec.nnx.converting import reason_to_stay
-from jaxlowprec.nnx.layers import Linear, LinearGeneral, _check_model, _Quantizing
+from jaxlowprec.nnx.einsum import Einsum, einsum_axes
+from jaxlowprec.nnx.layers import Linear, LinearGeneral, Quantized, _check_model, _Quantizing
 from jaxlowprec.ops.checks import float_dtype
 from jaxlowprec.recipes.autocast import FROM_CONTEXT
 from jaxlowprec.recipes.fields import check_patterns, is_chosen
@@ -107,12 +109,28 @@ class LoRALinearGeneral(_Adapted, LinearGeneral):
         return y + added.reshape(y.shape)
 
 
+class LoRAEinsum(_Adapted, Einsum):
+    """An `Einsum` with a trainable low-rank adapter, as `add_lora` makes it.
+
+    The adapter is that of the kernel's matrices [batch..., contracted features, other features]. See `LoRALinear`.
+    """
+
+    def _flaxs(self, inputs: jax.Array, einsum_str: str | None, out_sharding: Any) -> jax.Array:
+        y = super()._flaxs(inputs, einsum_str, out_sharding)
+        subscripts = self._subscripts(einsum_str, inputs.ndim)
+        x, kernel, _ = self._operands(inputs)
+        return add_adapter(y, subscripts, x, kernel, tuple(self.kernel_shape), self.name)
+
+
 _ADAPTED: dict[type, type] = {
     Linear: LoRALinear,
     LinearGeneral: LoRALinearGeneral,
+    Einsum: LoRAEinsum,
     nnx.Linear: LoRALinear,
     nnx.LinearGeneral: LoRALinearGeneral,
+    nnx.Einsum: LoRAEinsum,
 }
+_PLAIN: dict[type, type] = {ours: plain for plain, ours in _ADAPTED.items() if issubclass(plain, _Quantizing)}
 
 
 def add_lora(
@@ -125,11 +143,11 @@ def add_lora(
     param_dtype: Any = jnp.bfloat16,
     rngs: nnx.Rngs,
 ) -> Any:
-    """Gives the Linear and LinearGeneral layers of a model low-rank adapters, Flax's own layers too.
+    """Gives the Linear, LinearGeneral and Einsum layers of a model low-rank adapters, Flax's own layers too.
 
-    The layers are changed in place: they become `LoRALinear` and `LoRALinearGeneral`, named by their paths, with the
-    same variables and new ones of the type `nnx.LoRAParam`. Kernels may be arrays or loaded QuantizedArrays. Results
-    stay the same until the adapters are trained.
+    The layers are changed in place: they become `LoRALinear`, `LoRALinearGeneral` and `LoRAEinsum`, named by their
+    paths, with the same variables and new ones of the type `nnx.LoRAParam`. Kernels may be arrays or loaded
+    QuantizedArrays. Results stay the same until the adapters are trained.
 
     Arguments:
         model: any NNX module.
@@ -147,7 +165,8 @@ def add_lora(
         TypeError: the model is not an NNX module, or another argument is invalid.
         ValueError: no layer is chosen, a chosen one has an adapter already, or cannot have one.
 
-    Einsum layers and experts get none.
+    Other modules with matrices (experts, convolutions, your own) get none, and no Einsum whose kernel is not a matrix:
+    a warning names those that the patterns choose. Embeddings are looked up and get none.
 
     >>> import jaxlowprec as jlp
     >>> from flax import nnx
@@ -165,37 +184,82 @@ def add_lora(
     patterns = check_patterns(who, "include", include), check_patterns(who, "exclude", exclude)
     if not isinstance(rngs, nnx.Rngs):
         raise TypeError(f"{who}: rngs={shown(rngs)}; needs nnx.Rngs")
-    kinds: Any = (nnx.Linear, nnx.LinearGeneral)
-    layers = [(path, layer) for path, layer in nnx.iter_modules(model) if isinstance(layer, kinds)]
-    names = [getattr(layer, "name", "") or "/".join(map(str, path)) for path, layer in layers]
-    chosen = [(name, layer) for name, (_, layer) in zip(names, layers, strict=True) if is_chosen(name, *patterns)]
+    kinds: Any = (nnx.Linear, nnx.LinearGeneral, nnx.Einsum)
+    found = [(_name(module) or "/".join(map(str, path)), module) for path, module in nnx.iter_modules(model)]
+    left = [name for name, module in found if not isinstance(module, kinds) and _has_matrices(module)]
+    left += [name for name, module in found if isinstance(module, nnx.Einsum) and not _is_product(module)]
+    layers = [(name, layer) for name, layer in found if isinstance(layer, kinds) and name not in left]
+    chosen = [(name, layer) for name, layer in layers if is_chosen(name, *patterns)]
     if not chosen:
+        names = [name for name, _ in layers]
         raise ValueError(
-            f"{who}: include={shown(include)} and exclude choose none of the Linear and LinearGeneral layers "
+            f"{who}: include={shown(include)} and exclude choose none of the Linear, LinearGeneral and Einsum layers "
             f"{', '.join(map(repr, names)) or '(none)'}"
         )
     for name, layer in chosen:
         _check_layer(who, name, layer)
     for name, layer in chosen:
-        if not isinstance(layer, _Quantizing):
-            layer.__class__ = Linear if isinstance(layer, nnx.Linear) else LinearGeneral
-            layer._set_up(FROM_CONTEXT, name, None)
-        layer.name = layer.name or name
-        layer.__class__ = _ADAPTED[type(layer)]
-        k, n = (math.prod(f) if isinstance(f, tuple) else f for f in (layer.in_features, layer.out_features))
+        layer.__class__ = _made(layer, name)
+        *batch, k, n = _matrices(layer)
         layer.lora_alpha = alpha
         layer.lora = nnx.LoRA(k, rank, n, dtype=layer.dtype, param_dtype=dtype, rngs=rngs)
-        if stacked := _stacked(layer):
-            adapter = new_adapter(rngs.params(), (*stacked, k, n), rank, alpha, dtype)
+        if batch := [*_stacked(layer), *batch]:
+            adapter = new_adapter(rngs.params(), (*batch, k, n), rank, alpha, dtype)
             layer.lora.lora_a, layer.lora.lora_b = nnx.LoRAParam(adapter.a), nnx.LoRAParam(adapter.b)
+    if left := [name for name in left if is_chosen(name, *patterns)]:
+        warnings.warn(
+            f"{who}: these get no adapter, though include chooses them: {', '.join(map(repr, left))}; they are no "
+            "Linear, LinearGeneral or Einsum with a kernel of matrices. To leave them out in silence, pass exclude=",
+            stacklevel=2,
+        )
     return model
+
+
+def _name(module: Any) -> str:
+    """The name that a module was given; "" if it has none."""
+    name = getattr(module, "name", "")
+    return name if isinstance(name, str) else ""
+
+
+def _has_matrices(module: Any) -> bool:
+    """Whether a module has weights of its own that could have adapters."""
+    if isinstance(module, nnx.Embed | nnx.LayerNorm | nnx.RMSNorm | nnx.BatchNorm | nnx.GroupNorm):
+        return False
+    own = [v for v in vars(module).values() if type(v) in (nnx.Param, Quantized)]
+    return any(sum(n > 1 for n in v.get_value().shape) > 1 for v in own)
+
+
+def _is_product(layer: nnx.Einsum) -> bool:
+    """Whether an Einsum multiplies by its kernel as by matrices."""
+    try:
+        axes = einsum_axes(layer)
+    except ValueError:
+        return False
+    return bool(axes.contracted and axes.free)
+
+
+def _made(layer: Any, name: str) -> type:
+    """The class of a layer with an adapter. The layer is one of this library's afterwards."""
+    if not isinstance(layer, _Quantizing):
+        layer.__class__ = next(ours for ours in _PLAIN.values() if issubclass(ours, type(layer)))
+        layer._set_up(FROM_CONTEXT, name, None)
+    layer.name = layer.name or name
+    return _ADAPTED[type(layer)]
+
+
+def _matrices(layer: Any) -> tuple[int, ...]:
+    """The shape [batch..., K, N] of the matrices of one layer's kernel."""
+    if isinstance(layer, Einsum):
+        return einsum_axes(layer).sizes(layer.kernel_shape)
+    k, n = (math.prod(f) if isinstance(f, tuple) else f for f in (layer.in_features, layer.out_features))
+    return k, n
 
 
 def merge_lora(model: Any, dtype: Any = None) -> Any:
     """A copy of a model with each adapter's product added to its kernel, in float32 and rounded once.
 
-    The copy has `Linear` and `LinearGeneral` layers with arrays as kernels; `jaxlowprec.quantize_params` under a
-    `WeightQAT` gives them few bits again.
+    The copy has `Linear`, `LinearGeneral` and `Einsum` layers with arrays as kernels; `jaxlowprec.quantize_params`
+    under a `WeightQAT` gives them few bits again.
 
     Arguments:
         model: an NNX module with layers that have adapters.
@@ -219,14 +283,25 @@ def merge_lora(model: Any, dtype: Any = None) -> Any:
     if not layers:
         raise ValueError(f"{who}: the model has no layer with an adapter; jaxlowprec.nnx.add_lora adds them")
     for layer in layers:
-        kernel = LoRAKernel(layer.kernel.get_value(), layer.adapter).merged(dtype)
-        if isinstance(layer, LoRALinearGeneral):
-            kernel = kernel.reshape(*_stacked(layer), *layer.in_features, *layer.out_features)
+        kernel = _merged(layer, dtype)
         metadata = layer.kernel.get_metadata() if isinstance(layer.kernel, nnx.Param) else {}
         layer.kernel = nnx.Param(kernel, **metadata)
-        layer.__class__ = Linear if isinstance(layer, LoRALinear) else LinearGeneral
+        layer.__class__ = _PLAIN[type(layer)]
         del layer.lora, layer.lora_alpha
     return merged
+
+
+def _merged(layer: Any, dtype: Any) -> jax.Array:
+    """The layer's kernel as Flax has it, with its adapter added."""
+    kernel = layer.kernel.get_value()
+    if isinstance(layer, LoRAEinsum):
+        axes = einsum_axes(layer)
+        matrices = kernel if isinstance(kernel, QuantizedArray) else axes.matrices(kernel)
+        return axes.kernel(LoRAKernel(matrices, layer.adapter).merged(dtype), layer.kernel_shape)
+    kernel = LoRAKernel(kernel, layer.adapter).merged(dtype)
+    if isinstance(layer, LoRALinearGeneral):
+        kernel = kernel.reshape(*_stacked(layer), *layer.in_features, *layer.out_features)
+    return kernel
 
 
 def _check_layer(who: str, name: str, layer: Any) -> None:
@@ -247,5 +322,5 @@ def _check_layer(who: str, name: str, layer: Any) -> None:
 def _stacked(layer: Any) -> tuple[int, ...]:
     """The axes in front of a kernel that `nnx.vmap` made for a stack of layers."""
     kernel = layer.kernel.get_value()
-    own = 2 if isinstance(kernel, QuantizedArray) else layer._own_axes()
+    own = len(_matrices(layer)) if isinstance(kernel, QuantizedArray) else layer._own_axes()
     return kernel.shape[: kernel.ndim - own]

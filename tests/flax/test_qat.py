@@ -203,12 +203,6 @@ class TestErrors:
             with pytest.raises(ValueError, match="no layer follows a recipe of quantisation-aware training"):
                 self.layer(library).served(recipe, self.x)
 
-    def test_an_einsum_without_a_form_to_serve_in(self, library):
-        heads = library.maker("Einsum", "td,dhk->thk", (32, 4, 16))
-        model = library.model(library.composed(lambda model, x: model.heads(x), heads=heads), self.x)
-        with pytest.raises(ValueError, match=r"layer 'heads' has a kernel of shape \(32, 4, 16\) that is no \[batch"):
-            model.served(RECIPE, self.x)
-
     def test_a_dot_general_would_not_be_used(self, library):
         layer = self.layer(library, dot_general=jlp.dot_general)
         with pytest.raises(ValueError, match="no layer follows a recipe of quantisation-aware training"):

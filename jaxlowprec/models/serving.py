@@ -1,0 +1,183 @@
+"""quantize_params: the parameters of a trained model or function as they are served, its kernels quantised."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+from flax import linen as nn
+from flax import nnx
+
+import jaxlowprec.nnx
+from jaxlowprec.arrays.quantized_array import QuantizedArray
+from jaxlowprec.layers.low_rank import LoRAKernel, is_quantized
+from jaxlowprec.layers.weight_only import check_whole_blocks, quantize_weight
+from jaxlowprec.models.explain import AppliedRecipe, explained
+from jaxlowprec.models.quantize_matmuls import QuantizedMatmuls, TracedFunction
+from jaxlowprec.models.transform.modules import Opened
+from jaxlowprec.models.transform.products import Product
+from jaxlowprec.moe.grouped_linear import MODULE_TYPE
+from jaxlowprec.recipes.autocast import FROM_CONTEXT, resolve
+from jaxlowprec.recipes.roles import Recipe, Roles
+
+_WHO = "quantize_params"
+
+
+def quantize_params(
+    model: nn.Module | nnx.Module | Callable[..., Any], recipe: Recipe | None = FROM_CONTEXT, *args: Any, **kwargs: Any
+) -> Any:
+    """The parameters for serving: each kernel that was trained quantised becomes a QuantizedArray.
+
+    These are exactly the kernels that the recipe applies to, with the bits that training multiplied by; nothing else
+    changes. Layers, and functions of `quantize_matmuls`, accept them without a recipe.
+
+    A layer's kernel with several axes becomes matrices [batch..., K, N], whose K are the axes that the layer contracts,
+    in the order of its input's axes: that of "BTD,NDH->BTNH" becomes [D, N H]. A function's parameter keeps its shape:
+    it is quantised along its last axis or its second last one, which all its products have to contract.
+
+    Arguments:
+        model: an NNX module; a copy is returned, with kernels in `jaxlowprec.nnx.Quantized` variables. Or a Linen
+            module; then the arguments of `model.apply` follow, beginning with the variables, of which a copy is
+            returned. Or any function as `quantize_matmuls` takes and returns it; then its arguments follow, of which
+            the parameters are returned: the first one, or what `quantize_matmuls` was told; a tuple of several.
+        recipe: `Int4QAT` or `WeightQAT`; default: the context's, or that of `quantize_matmuls`. Layers with a recipe of
+            their own follow that one.
+
+    Raises:
+        TypeError: the model is none of these.
+        ValueError: no layer was trained for such a weight, or a layer cannot be served in this form.
+
+    >>> import jax.numpy as jnp, jaxlowprec as jlp
+    >>> from flax import nnx
+    >>> trained, recipe = jlp.nnx.Linear(256, 64, rngs=nnx.Rngs(0)), jlp.Int4QAT(group_size=64)
+    >>> served = jlp.quantize_params(trained, recipe)
+    >>> served.kernel.get_value()
+    QuantizedArray(Int4 1x64, shape=(256, 64), dtype=float32, axis=-2, 8.5 KiB, 7.53x smaller)
+    >>> x = jnp.ones((4, 256), jnp.bfloat16)
+    >>> with jlp.autocast(recipe):
+    ...     bool((trained(x) == served(x)).all())
+    True
+
+    >>> apply = jlp.quantize_matmuls(lambda params, x: x @ params["up"].T, recipe)
+    >>> params = {"up": jnp.ones((64, 256))}
+    >>> bool((apply(jlp.quantize_params(apply, recipe, params, x), x) == apply(params, x)).all())
+    True
+    """
+    if callable(model) and not isinstance(model, nn.Module | nnx.Module | type):
+        return _of_function(model, recipe, args, kwargs)
+    layers = explained(_WHO, model, recipe, *args, **kwargs).layers
+    chosen = [layer for layer in layers if layer.roles.ste is not None and layer.roles.weight is not None]
+    _check_some(chosen)
+    if isinstance(model, nnx.Module):
+        served = nnx.merge(*nnx.split(model))
+        modules: dict[str, Any] = {"/".join(map(str, path)): module for path, module in nnx.iter_modules(served)}
+        for applied in chosen:
+            layer = modules[applied.path]
+            layer.kernel = jaxlowprec.nnx.Quantized(_served(applied, layer.kernel.get_value()))
+        return served
+    variables = args[0]
+    params = variables["params"]
+    for applied in chosen:
+        params = _replaced(params, (*applied.path.split("/"), "kernel") if applied.path else ("kernel",), applied)
+    return {**variables, "params": params}
+
+
+def _check_some(chosen: Any) -> None:
+    if not chosen:
+        raise ValueError(
+            f"{_WHO}: no layer follows a recipe of quantisation-aware training; pass the Int4QAT or WeightQAT that the "
+            "model was trained with, and see what jaxlowprec.explain says"
+        )
+
+
+def _replaced(tree: Mapping[str, Any], path: tuple[str, ...], applied: AppliedRecipe) -> dict[str, Any]:
+    """A tree of parameters whose kernel at that path is quantised."""
+    key, *rest = path
+    if not rest and key not in tree:
+        raise _refused(applied)
+    new = _replaced(tree[key], tuple(rest), applied) if rest else _served(applied, tree[key])
+    return {**tree, key: new}
+
+
+def _served(applied: AppliedRecipe, kernel: Any) -> QuantizedArray | LoRAKernel:
+    """A layer's kernel as matrices, quantised."""
+    if isinstance(kernel, LoRAKernel):
+        if applied.axes is not None and applied.axes.order != tuple(range(len(applied.axes.order))):
+            raise ValueError(
+                f"{_WHO}: layer {applied.path!r} has an adapter of its kernel {kernel.shape}, whose matrices have the "
+                f"axes {applied.axes.order}; quantise it without the adapter, or merge that before"
+            )
+        return LoRAKernel(_served(applied, kernel.kernel), kernel.adapter)
+    if applied.axes is None or applied.roles.weight is None:
+        raise _refused(applied)
+    matrices = applied.axes.matrices(nn.meta.unbox(kernel))
+    check_whole_blocks(_WHO, applied.path, matrices, applied.roles.weight.format)
+    return quantize_weight(matrices, applied.roles.weight.format, applied.roles.served_dtype)
+
+
+def _refused(applied: AppliedRecipe) -> ValueError:
+    return ValueError(
+        f"{_WHO}: layer {applied.path!r} has a kernel of shape {applied.kernel} that is not served quantised: "
+        f"{applied.unserved}; leave it out with exclude= when training"
+    )
+
+
+def _of_function(fn: Any, recipe: Any, args: Any, kwargs: Any) -> Any:
+    """The parameters of a function for serving."""
+    params: tuple[int | str, ...] = (0,)
+    if isinstance(given := getattr(fn, "transformation", None), QuantizedMatmuls):
+        fn, params, recipe = given.fn, given.params, given.rules if recipe is FROM_CONTEXT else recipe
+    rules = resolve(_WHO, recipe)
+    traced = TracedFunction(fn, params, args, kwargs, rules)
+    roles: dict[int, Roles] = {}
+    for product in traced.following.products:
+        name, leaf = product.weight.name, product.weight.leaf
+        own = None if product.reason else traced.following.recipe_at(name)
+        if own is None or is_quantized(traced.leaves[leaf].packed):
+            continue
+        found = own.roles(MODULE_TYPE if product.grouped else "linear", name)
+        if found.ste is not None and found.weight is not None:
+            roles[leaf] = found
+    _check_some(roles)
+    following = traced.following_packed(set(roles))
+    new = {}
+    for leaf, found in roles.items():
+        products = [product for product in following.products if product.weight.leaf == leaf]
+        new[leaf] = _served_leaf(traced, leaf, products, following.lost.get(leaf), found)
+    replaced = traced.parameters(new)
+    if any(isinstance(tree, Opened) for tree in replaced):
+        raise TypeError(f"{_WHO}: the function's parameters are an NNX module; pass the module itself, converted")
+    return replaced[0] if len(params) == 1 else tuple(replaced)
+
+
+def _served_leaf(traced: TracedFunction, leaf: int, products: list[Product], lost: str | None, roles: Roles) -> Any:
+    """A function's parameter, quantised along the axis that all its products contract."""
+    given: Any = traced.value(leaf)
+    name, fmt = traced.leaves[leaf].name, roles.forms("weight")[1].format  # type: ignore[union-attr]
+    axes = {product.packed_axis for product in products}
+    reason = next((product.reason for product in products if product.reason), "")
+    if traced.has_ends(leaf):
+        reason = "the first and last layers of its stack stay in high precision, so it is not quantised as a whole"
+    elif lost is not None:
+        reason = f"the function also uses it in {lost}, which would get other numbers than in training"
+    elif not reason and axes not in ({-1}, {-2}):
+        reason = "its products contract different axes, -2 and -1"
+        if None in axes:
+            reason = "one of its products contracts neither its last axis nor its second last one"
+    if reason:
+        raise ValueError(
+            f"{_WHO}: the parameter {name!r} of shape {given.shape} is not served quantised: {reason}; leave it out "
+            "with exclude= when training"
+        )
+    (axis,) = axes
+
+    def quantized(kernel: Any) -> Any:
+        if isinstance(kernel, LoRAKernel):
+            return LoRAKernel(quantized(kernel.kernel), kernel.adapter)
+        matrices = kernel if axis == -2 else kernel.mT
+        check_whole_blocks(_WHO, str(name), matrices, fmt)
+        served = quantize_weight(matrices, fmt, roles.served_dtype)
+        return served if axis == -2 else served.mT
+
+    return quantized(given if isinstance(given, LoRAKernel) else jax.numpy.asarray(given))
