@@ -78,6 +78,8 @@ def encoded_file(file: pathlib.Path, tokens: Tokens, vocabulary: int, least: int
     Raises:
         ValueError: it is not UTF-8, is too short, or has tokens that the model lacks.
     """
+    if file.exists() and not (file.is_file() or file.is_dir()):  # a pipe waits for its writer, and a device has no end
+        raise ValueError(f"{file}: is a pipe or a device; needs a text file in UTF-8")
     try:
         text = file.read_text(encoding="utf-8")
     except OSError as error:

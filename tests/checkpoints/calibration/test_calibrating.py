@@ -2,6 +2,7 @@
 
 import functools
 import json
+import os
 import re
 
 import numpy as np
@@ -130,6 +131,14 @@ def test_what_cannot_be_calibrated_is_refused_at_once(model, tmp_path, name, wor
         file.write_text("the low bits of a block are kept in order " * words)
     with pytest.raises(CheckpointError, match=message):
         calibrated(model, file, tmp_path / "made", name)
+    assert not (tmp_path / "made").exists()
+
+
+@pytest.mark.parametrize("text", ["pipe", "/dev/zero"])
+def test_a_text_without_an_end_is_refused_at_once(model, tmp_path, text):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(CheckpointError, match="is a pipe or a device; needs a text file in UTF-8"):
+        calibrated(model, tmp_path / text, tmp_path / "made", "nvfp4")
     assert not (tmp_path / "made").exists()
 
 

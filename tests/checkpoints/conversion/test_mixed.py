@@ -140,7 +140,10 @@ class TestCommand:
         assert main(["inspect", str(tmp_path / "low")]) == 0
         assert "fp8_channel: 3" in capsys.readouterr().out
 
-    @pytest.mark.parametrize("given", ["nvfp4", "lm_head=", "lm_head=int4", "lm_head=w4a16:x", "=nvfp4", "re:(=nvfp4"])
+    @pytest.mark.parametrize(
+        "given",
+        ["nvfp4", "lm_head=", "lm_head=int4", "lm_head=w4a16:x", "a=w4a16:" + "9" * 5000, "=nvfp4", "re:(=nvfp4"],
+    )
     def test_refuses(self, source, tmp_path, capsys, given):
         assert main(["convert", str(source), str(tmp_path / "x"), "--scheme", "mxfp4", "--scheme-for", given]) == 2
         assert capsys.readouterr().err.count("\n") == 1 and not (tmp_path / "x").exists()

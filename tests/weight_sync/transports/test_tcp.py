@@ -399,3 +399,12 @@ def test_ipv6_loopback_works_where_the_machine_has_it():
     with TcpReceiver(receiver, SECRET, host="::1") as listening:
         sync(TcpTransport(*listening.address, SECRET, timeout=60), 1)
     assert is_whole(receiver.weights, 1)
+
+
+@pytest.mark.parametrize(
+    ("port", "message"), [(70000, "port=70000; needs at most 65535"), (-1, "port=-1"), ("1", "port='1'")]
+)
+def test_a_port_out_of_range_is_named(port, message):
+    for make in (lambda: TcpReceiver(Receiver(), SECRET, port=port), lambda: TcpTransport("127.0.0.1", port, SECRET)):
+        with pytest.raises((TypeError, ValueError), match=message):
+            make()
