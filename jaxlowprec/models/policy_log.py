@@ -8,15 +8,20 @@ import os
 import pathlib
 from typing import Any
 
+from jaxlowprec.locks import held_elsewhere
+
 _FORMAT = "jaxlowprec policy"
 
 
 class Log:
-    """Reads what the file has and appends to it; without a path it does nothing.
+    """Reads what the file has and appends to it, alone until it is closed; without a path it does nothing.
 
     Arguments:
         path: the file.
         about: what the measurements depend on; a file of other ones is refused.
+
+    Raises:
+        ValueError: the file is another one, is damaged, or another search writes it.
     """
 
     def __init__(self, path: str | os.PathLike[str] | None, about: dict[str, Any]):
@@ -29,19 +34,32 @@ class Log:
         file = pathlib.Path(path)
         if file.exists() and not file.is_file():  # reading a pipe would wait for its writer
             raise ValueError(f"find_policy: {path} is no file; give another path=")
-        content = file.read_bytes() if file.exists() else b""
+        file.parent.mkdir(parents=True, exist_ok=True)
+        self._file = file.open("a+b")  # which changes nothing that is there
+        try:
+            if held_elsewhere(self._file.fileno()):
+                raise ValueError(
+                    f"find_policy: another search writes {path} now; wait until it has ended, or give another path="
+                )
+            self._continue(header)
+        except BaseException:
+            self._file.close()
+            raise
+
+    def _continue(self, header: str) -> None:
+        """Reads the file, and cuts off an unfinished last line."""
+        self._file.seek(0)
+        content = self._file.read()
         whole = content[: content.rfind(b"\n") + 1]
         lines = whole.decode("utf-8", "replace").split("\n")[:-1]
         if lines[:1] != [header] and not (not lines and header.encode().startswith(content)):
             raise ValueError(
-                f"find_policy: {path} has the measurements of another search (layers, candidates, key), or is another "
-                "file; give another path=, or delete it"
+                f"find_policy: {self._path} has the measurements of another search (layers, candidates, key), or is "
+                "another file; give another path=, or delete it"
             )
         for number, line in enumerate(lines[1:], 2):
-            place, values = _measurement(line, f"{path}:{number}")
+            place, values = _measurement(line, f"{self._path}:{number}")
             self._found[place] = values
-        file.parent.mkdir(parents=True, exist_ok=True)
-        self._file = file.open("ab")
         if len(whole) < len(content):
             self._file.truncate(len(whole))
         if not lines:

@@ -12,9 +12,7 @@ not finite is a string.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import fcntl
 import functools
 import json
 import math
@@ -28,6 +26,7 @@ from typing import Any
 import numpy as np
 
 from jaxlowprec.arguments import shown
+from jaxlowprec.locks import alone
 from jaxlowprec.ops.statistics.finish import LENGTH, SCALARS
 from jaxlowprec.recipes.roles import GEMMS
 from jaxlowprec.telemetry.measures import ERROR, NUMBERS, Statistics, of_gemm
@@ -71,7 +70,7 @@ class Recorder:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
         try:
-            with _alone(self._file):
+            with alone(self._file):
                 if _continued(self._file, self.path) == 0:
                     names = [*SCALARS, "codes", "scales", "outlier_channels", "channel_shares"]
                     self._append({"format": FORMAT, "version": VERSION, "names": names, "gemms": ERROR, "about": about})
@@ -106,7 +105,7 @@ class Recorder:
         before, self._codes = self._codes, {} if found is None else weight_codes(found)
         if known := before.keys() & self._codes.keys():
             line["changed"] = {name: round(changed(before[name], self._codes[name]), 5) for name in sorted(known)}
-        with _alone(self._file):
+        with alone(self._file):
             self._append(line)
 
     def close(self) -> None:
@@ -298,18 +297,6 @@ def _continued(file: int, path: pathlib.Path) -> int:
     if length < len(content):
         os.ftruncate(file, length)
     return length
-
-
-@contextlib.contextmanager
-def _alone(file: int) -> Iterator[None]:
-    """Keeps other recorders of the file from writing, where its file system has locks."""
-    with contextlib.suppress(OSError):
-        fcntl.flock(file, fcntl.LOCK_EX)
-    try:
-        yield
-    finally:
-        with contextlib.suppress(OSError):
-            fcntl.flock(file, fcntl.LOCK_UN)
 
 
 def _whole_lines(content: bytes) -> Iterator[bytes]:

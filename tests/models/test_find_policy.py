@@ -2,6 +2,9 @@
 
 import dataclasses
 import os
+import subprocess
+import sys
+import textwrap
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +16,7 @@ import jaxlowprec as jlp
 from jaxlowprec.models.find_policy import Effect
 from jaxlowprec.models.policy_costs import Costs
 from jaxlowprec.models.policy_log import Log
+from tests.helpers import python_environment
 
 NVFP4, MXFP8 = jlp.NVFP4BlockScaling(), jlp.MXFP8BlockScaling()
 BOTH = {"nvfp4": NVFP4, "mxfp8": MXFP8}
@@ -261,6 +265,56 @@ class TestLog:
         with pytest.raises(ValueError, match=r"log.jsonl:4 is damaged; delete that line, or give another path="):
             Log(path, self.ABOUT)
         assert path.read_bytes() == whole + line + b"\n"
+
+    def test_of_two_searches_that_start_at_once_one_has_the_file(self, tmp_path):
+        """Two processes: each says whether it wrote or why it was refused, and keeps the file until it is told."""
+        path = tmp_path / "log.jsonl"
+        program = """
+            import sys, time
+            from jaxlowprec.models.policy_log import Log
+            path, mine = sys.argv[1:]
+            print("ready", flush=True)
+            sys.stdin.readline()
+            try:
+                with Log(path, {"units": [["up", "fprop", "NVFP4"]]}) as log:
+                    for repeat in range(200):
+                        log.put(("up", mine, "NVFP4"), 0, repeat, [0.1, 0.9, 0.2])
+                    print("wrote", flush=True)
+                    sys.stdin.readline()
+            except ValueError as error:
+                print(error, flush=True)
+        """
+        start = [sys.executable, "-c", textwrap.dedent(program), str(path)]
+        searches = [
+            subprocess.Popen(
+                [*start, name], env=python_environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            )
+            for name in ("first", "second")
+        ]
+        for search in searches:
+            assert search.stdout.readline() == "ready\n"
+        for search in searches:
+            search.stdin.write("\n")
+            search.stdin.flush()
+        said = [search.stdout.readline() for search in searches]
+        refused = f"find_policy: another search writes {path} now; wait until it has ended, or give another path=\n"
+        assert sorted(said) == sorted(["wrote\n", refused])
+        for search in searches:
+            search.communicate("\n", timeout=60)
+        winner = ("first", "second")[said.index("wrote\n")]
+        with Log(path, self.ABOUT) as log:  # which is free again
+            assert all(log.get(("up", winner, "NVFP4"), 0, repeat) == [0.1, 0.9, 0.2] for repeat in range(200))
+        assert path.read_bytes().count(b"\n") == 201
+
+    def test_a_refused_file_is_free_for_another_search(self, tmp_path):
+        whole = self.written(tmp_path / "log.jsonl")
+        with Log(tmp_path / "log.jsonl", self.ABOUT):
+            for about in (self.ABOUT, {"units": []}):
+                with pytest.raises(ValueError, match="another search writes .*log.jsonl now"):
+                    Log(tmp_path / "log.jsonl", about)
+        with pytest.raises(ValueError, match="measurements of another search"):
+            Log(tmp_path / "log.jsonl", {"units": []})
+        assert self.written(tmp_path / "log.jsonl").startswith(whole)
 
     def test_a_pipe_is_not_waited_for(self, tmp_path):
         os.mkfifo(tmp_path / "log.jsonl")

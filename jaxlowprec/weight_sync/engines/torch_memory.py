@@ -14,8 +14,8 @@ import secrets
 
 import numpy as np
 
+from jaxlowprec.locks import locked
 from jaxlowprec.weight_sync.errors import Refused
-from jaxlowprec.weight_sync.locks import locked
 
 SHARED_MEMORY = pathlib.Path("/dev/shm")
 """The folder of POSIX shared memory, where torch looks for names."""

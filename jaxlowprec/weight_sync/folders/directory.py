@@ -12,12 +12,12 @@ from collections.abc import Sequence
 
 from jaxlowprec.checkpoints.files.folder import INDEX_FILE
 from jaxlowprec.checkpoints.files.strict_json import repeated
+from jaxlowprec.locks import locked
 from jaxlowprec.weight_sync.bucket import Bucket
 from jaxlowprec.weight_sync.errors import Refused
 from jaxlowprec.weight_sync.folders import layout as folders
 from jaxlowprec.weight_sync.folders.record import RECORD_FILE
 from jaxlowprec.weight_sync.folders.written_version import CompleteWriter, WrittenVersion
-from jaxlowprec.weight_sync.locks import locked
 from jaxlowprec.weight_sync.manifest import Manifest
 from jaxlowprec.weight_sync.transports.sockets import check_timeout
 from jaxlowprec.weight_sync.transports.transport import Closing

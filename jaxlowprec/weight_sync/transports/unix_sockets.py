@@ -9,7 +9,7 @@ import pathlib
 import socket
 from collections.abc import Iterator
 
-from jaxlowprec.weight_sync.locks import locked
+from jaxlowprec.locks import locked
 
 _BOUND = pathlib.Path("/proc/net/unix")  # the sockets that processes of this machine have bound, on Linux
 _PATIENCE = 5.0  # seconds that another receiver may take to start
