@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from jaxlowprec.checkpoints.conversion.heads import with_true_tie
 from jaxlowprec.checkpoints.conversion.modules import (
+    GPTQ_FILE,
     MODELOPT_FILE,
     QuantisedModule,
     quantised_modules,
@@ -20,7 +21,7 @@ from jaxlowprec.checkpoints.files.folder import CheckpointFolder
 from jaxlowprec.checkpoints.files.safetensors_header import TensorSpec
 from jaxlowprec.checkpoints.schemes.base import Scheme, as_dtype
 
-_OTHER_CONFIGS = (MODELOPT_FILE, "quantize_config.json", "quant_config.json")
+_OTHER_CONFIGS = (MODELOPT_FILE, GPTQ_FILE, "quant_config.json")
 
 
 def plan_dequantization(source: CheckpointFolder, scheme: Scheme, dtype: str) -> Plan:

@@ -20,6 +20,7 @@ from jaxlowprec.checkpoints.schemes import Scheme, from_config
 from jaxlowprec.checkpoints.schemes.magnitudes import all_finite, amax, limit
 
 MODELOPT_FILE = "hf_quant_config.json"
+GPTQ_FILE = "quantize_config.json"  # of tools that leave config.json as it was
 """Where ModelOpt's older checkpoints say how they are quantised."""
 
 _PLAIN = ("weight", "bias")
@@ -127,6 +128,8 @@ def scheme_of(source: CheckpointFolder) -> Scheme:
     config = source.config()
     if quantization_of(config) is None and (source.path / MODELOPT_FILE).is_file():
         file, config = MODELOPT_FILE, read_json_object(source.path / MODELOPT_FILE)
+    elif quantization_of(config) is None and (source.path / GPTQ_FILE).is_file():
+        file, config = GPTQ_FILE, {"quant_method": "gptq", **read_json_object(source.path / GPTQ_FILE)}
     if file == CONFIG_FILE and quantization_of(config) is None:
         raise CheckpointError(
             f"{source.path / file}: has no quantization_config, so the weights are not quantised; nothing to decode"
@@ -141,7 +144,8 @@ def is_quantised(source: CheckpointFolder) -> bool:
     """Whether a checkpoint's configuration says that it is quantised."""
     if not (source.path / CONFIG_FILE).exists():
         return False
-    return bool(quantization_of(source.config())) or (source.path / MODELOPT_FILE).is_file()
+    others = any((source.path / name).is_file() for name in (MODELOPT_FILE, GPTQ_FILE))
+    return bool(quantization_of(source.config())) or others
 
 
 def quantised_modules(source: CheckpointFolder, scheme: Scheme) -> dict[str, QuantisedModule]:

@@ -29,7 +29,7 @@ from jaxlowprec.checkpoints.conversion.heads import (
     reading_warnings,
     with_true_tie,
 )
-from jaxlowprec.checkpoints.conversion.modules import holds_codes, is_quantised, naming
+from jaxlowprec.checkpoints.conversion.modules import GPTQ_FILE, MODELOPT_FILE, holds_codes, is_quantised, naming
 from jaxlowprec.checkpoints.conversion.plan import Arrays, Job, Left, Plan, copy_job, output_specs, require_distinct
 from jaxlowprec.checkpoints.conversion.presets import KINDS
 from jaxlowprec.checkpoints.conversion.rules import (
@@ -318,6 +318,10 @@ def _require_high_precision(source: CheckpointFolder, config: dict) -> None:
     remedy = "; start from the checkpoint in high precision, or run `jaxlowprec dequantize` first"
     if is_quantised(source):
         entry = quantization_of(config) or {}
+        if entry.get("config_groups") == {}:
+            remedy = ", though none of its weights are; take quantization_config out of config.json"
+        if not entry and not (source.path / MODELOPT_FILE).is_file():
+            raise CheckpointError(f"{source.path}: is quantised already: it has {GPTQ_FILE}{remedy}")
         method = entry.get("quant_method") or entry.get("quant_algo") or "modelopt"
         raise CheckpointError(f"{source.path}: is quantised already: its config says {method!r}{remedy}")
     for name in source.shard_of:

@@ -96,7 +96,8 @@ class GPTQ(Int4Groups):
         if self.symmetric and (zeros != SYMMETRIC_ZERO).any():
             raise ValueError(
                 "gptq: qzeros holds zero points other than 8, so the file is not symmetric or of the other version; "
-                "use by_name('gptq', symmetric=False) or version="
+                "use by_name('gptq', symmetric=False) or version=, or give its config \"sym\": false or "
+                '"checkpoint_format": "gptq_v2"'
             )
         return np.ascontiguousarray(zeros.T)
 

@@ -162,7 +162,10 @@ def _group_size(entry: Mapping[str, Any], default: int | None) -> int | None:
 def _compressed_tensors(entry: Mapping[str, Any]) -> Scheme:
     groups = _object(entry.get("config_groups"), "config_groups")
     if not groups:
-        raise ValueError(f"{_WHO}: config_groups is {{}}; needs one group or more")
+        raise ValueError(
+            f"{_WHO}: config_groups is {{}}: no weights are quantised, so there is nothing to decode; take "
+            "quantization_config out of config.json"
+        )
     found: dict[str, ConfigGroup] = {}
     for name, value in groups.items():
         group = _object(value, f"group {brief(name)}")

@@ -1,5 +1,7 @@
 """Quantised checkpoints whose tensors are not what their config says give errors, never wrong weights."""
 
+import json
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -9,8 +11,9 @@ from jaxlowprec.checkpoints.conversion.inspect import inspect
 from jaxlowprec.checkpoints.errors import CheckpointError
 from jaxlowprec.checkpoints.files.config import with_quantization
 from tests.checkpoints.conversion.test_convert import SCHEMES
-from tests.checkpoints.small_models import CONFIG, read_tensors, write_checkpoint
+from tests.checkpoints.small_models import CONFIG, read_config, read_tensors, write_checkpoint
 from tests.checkpoints.weights import weight
+from tests.helpers import assert_same_bytes
 
 MODULE = "model.layers.0.mlp.down_proj"
 
@@ -158,3 +161,30 @@ def test_a_weight_beside_its_codes(tmp_path):
     tensors = {**scheme.compress(weight((64, 128))), "weight": weight((64, 128))}
     with pytest.raises(CheckpointError, match="has a weight, and quantised tensors as well"):
         dequantize(write(tmp_path / "low", scheme, tensors), tmp_path / "high")
+
+
+def test_settings_of_the_cache_only_have_a_way_out(tmp_path):
+    """`convert` must not point to `dequantize`, which has nothing to decode."""
+    entry = {"quant_method": "compressed-tensors", "config_groups": {}, "kv_cache_scheme": {"num_bits": 8}}
+    config = {**CONFIG, "quantization_config": entry}
+    path = write_checkpoint(tmp_path / "x", {f"{MODULE}.weight": weight((64, 128))}, shards=1, config=config)
+    remedy = "take quantization_config out of config.json"
+    refuses(path, f"no weights are quantised, so there is nothing to decode; {remedy}")
+    with pytest.raises(CheckpointError, match=f"though none of its weights are; {remedy}$"):
+        convert(path, tmp_path / "low", SCHEMES["mxfp4"])
+
+
+def test_gptqs_own_file_of_settings_is_read(tmp_path):
+    """Older tools leave config.json as it was."""
+    scheme = SCHEMES["gptq"]
+    both = [write(tmp_path / name, scheme, scheme.compress(weight((64, 128)))) for name in ("a", "b")]
+    entry = read_config(both[1]).pop("quantization_config")
+    (both[1] / "config.json").write_text(json.dumps(CONFIG))
+    del entry["quant_method"]
+    (both[1] / "quantize_config.json").write_text(json.dumps(entry))
+    with pytest.raises(CheckpointError, match="is quantised already: it has quantize_config.json; .*dequantize"):
+        convert(both[1], tmp_path / "low", SCHEMES["mxfp4"])
+    assert inspect(both[1]).scheme == inspect(both[0]).scheme
+    made = [dequantize(path, tmp_path / f"high {path.name}") and tmp_path / f"high {path.name}" for path in both]
+    assert_same_bytes(read_tensors(made[1]), read_tensors(made[0]))
+    assert not (made[1] / "quantize_config.json").exists()
