@@ -120,3 +120,13 @@ def test_a_scale_that_is_no_number_names_the_tensor(original, tmp_path):
         import_gguf(original, tmp_path / "back")
     with pytest.raises(CheckpointError, match="blk.1.ffn_down.weight holds NaN"):
         import_gguf(original, tmp_path / "plain", keep=False)
+
+
+def test_a_norm_in_the_type_of_the_weights_is_decoded(original, tmp_path):
+    copy = rewritten(original, {"blk.0.attn_norm.weight": "Q4_0", "output_norm.weight": "Q4_0"})
+    import_gguf(copy, tmp_path / "back")
+    found = read_tensors(tmp_path / "back")
+    with GGUFFile(copy) as file:
+        for name, place in (("model.layers.0.input_layernorm", "blk.0.attn_norm"), ("model.norm", "output_norm")):
+            numbers = file.read(f"{place}.weight")
+            np.testing.assert_array_equal(found[f"{name}.weight"], numbers.astype(found[f"{name}.weight"].dtype))
