@@ -33,6 +33,18 @@ def shown(value: Any) -> str:
     return " ".join(_REPR.repr(value).split())
 
 
+def cut(text: str, length: int) -> str:
+    """The beginning and the end of a text that is too long: names in files may have megabytes.
+
+    >>> cut("a" * 40, 8)
+    'aaaaaa ... 32 characters left out ... aa'
+    """
+    if len(text) <= length:
+        return text
+    end = length // 4
+    return f"{text[: length - end]} ... {len(text) - length} characters left out ... {text[-end:]}"
+
+
 def finite_number(value: Any) -> float | None:
     """A finite number as a float; None for any other value, a whole number beyond float64 included.
 

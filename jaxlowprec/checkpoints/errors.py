@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from jaxlowprec.arguments import cut
+
 _LONGEST = 1200  # characters of a message: names in files may have megabytes
 _SHOWN = 80  # characters of a value in a message
 
@@ -14,7 +16,7 @@ class CheckpointError(ValueError):
     """
 
     def __init__(self, message: str):
-        super().__init__(_cut(message, _LONGEST))
+        super().__init__(cut(message, _LONGEST))
 
 
 def brief(value: object) -> str:
@@ -25,7 +27,7 @@ def brief(value: object) -> str:
     >>> brief([1] * 1000)
     '[1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, ... 2920 characters left out ... 1, 1, 1, 1, 1, 1, 1]'
     """
-    return _cut(repr(value), _SHOWN)
+    return cut(repr(value), _SHOWN)
 
 
 def escaped(text: str) -> str:
@@ -37,11 +39,3 @@ def escaped(text: str) -> str:
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
-
-
-def _cut(text: str, length: int) -> str:
-    """The beginning and the end of a text that is too long."""
-    if len(text) <= length:
-        return text
-    end = length // 4
-    return f"{text[: length - end]} ... {len(text) - length} characters left out ... {text[-end:]}"

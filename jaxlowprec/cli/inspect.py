@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from jaxlowprec.arguments import cut
 from jaxlowprec.checkpoints.conversion.inspect import InspectedModule, Inspection, inspect
 from jaxlowprec.checkpoints.conversion.plot import plot_sqnr
 from jaxlowprec.checkpoints.errors import CheckpointError
@@ -62,7 +63,7 @@ def render(found: Inspection) -> list[str]:
 
 def _row(module: InspectedModule, compared: bool) -> tuple[str, ...]:
     shape = " x ".join(map(str, module.shape)) or "scalar"
-    row = (printable(module.name), module.format, shape, readable(module.nbytes), f"{module.bits:.2f}")
+    row = (printable(cut(module.name, _WIDEST)), module.format, shape, readable(module.nbytes), f"{module.bits:.2f}")
     if not compared:
         return row
     if module.error is None:

@@ -11,11 +11,12 @@ from typing import Any
 
 import numpy as np
 
+from jaxlowprec.arguments import cut
 from jaxlowprec.checkpoints.errors import CheckpointError
 from jaxlowprec.cli.report import add_limits, limits_of, loaded
 from jaxlowprec.cli.streams import as_json, emit, printable
 from jaxlowprec.recipes.roles import GEMMS
-from jaxlowprec.telemetry.findings import Limits, findings
+from jaxlowprec.telemetry.findings import LONGEST_NAME, Limits, findings
 from jaxlowprec.telemetry.recording import Following, Run
 
 _COLUMNS = ("underflow", "saturation", "floor", "sqnr", "bias")
@@ -95,7 +96,7 @@ def _rows(run: Run, count: int) -> list[tuple[str, ...]]:
             f"{100 * float(statistics.bias):+.2f} %",
             f"{trend:+.1f} dB",
         )
-        rows.append((printable(layer), printable(tensor), *numbers))
+        rows.append((*(printable(cut(name, LONGEST_NAME)) for name in (layer, tensor)), *numbers))
     return rows
 
 
@@ -103,7 +104,7 @@ def _head(run: Run) -> str:
     if not run.records:
         return f"{run.path}: nothing is recorded yet"
     last = run.records[-1]
-    scalars = "".join(f", {name} {value:.4g}" for name, value in last.scalars.items())
+    scalars = "".join(f", {cut(name, LONGEST_NAME)} {value:.4g}" for name, value in last.scalars.items())
     ago = max(0.0, time.time() - last.time)
     return f"{run.path}: step {last.step}{scalars}, {ago:.0f} s ago"
 

@@ -9,9 +9,13 @@ from collections.abc import Callable, Iterator, Mapping
 
 import numpy as np
 
+from jaxlowprec.arguments import cut
 from jaxlowprec.recipes.roles import GEMMS
 from jaxlowprec.telemetry.measures import Statistics
 from jaxlowprec.telemetry.recording import Record, Run
+
+LONGEST_NAME = 200
+"""Characters of a name that tables and findings show."""
 
 Names = list[tuple[str, str]]  # layers and tensors
 Checks = Mapping[str, tuple[Callable[[Statistics, "Limits", np.ndarray], np.ndarray], str]]
@@ -69,7 +73,7 @@ class Finding:
     @property
     def text(self) -> str:
         """The finding in one line."""
-        where = f"{self.tensor} of {self.layer}: " if self.layer else ""
+        where = f"{cut(self.tensor, LONGEST_NAME)} of {cut(self.layer, LONGEST_NAME)}: " if self.layer else ""
         return f"{where}{self.problem} since step {self.since}{'; ' if self.remedy else ''}{self.remedy}"
 
     @property
@@ -97,7 +101,7 @@ def _of_scalars(run: Run) -> Iterator[Finding]:
     for name, value in run.records[-1].scalars.items():
         if not math.isfinite(value):
             since = _since(run, lambda record, name=name: not math.isfinite(record.scalars.get(name, 0.0)))
-            yield Finding("", "", name, value, since, f"{name} is {value}")
+            yield Finding("", "", name, value, since, f"{cut(name, LONGEST_NAME)} is {value}")
 
 
 def _beyond(run: Run, names: Names, seen: list[Statistics], checks: Checks, limits: Limits) -> Iterator[Finding]:

@@ -168,3 +168,10 @@ def test_limits_are_the_readers():
     run = of_one({"underflow": 0.3})
     assert findings(run) == []
     assert [found.statistic for found in findings(run, dataclasses.replace(Limits(), underflow=0.2))] == ["underflow"]
+
+
+def test_names_of_a_megabyte_make_no_long_finding():
+    layers = {"a" * 1_000_000: {"gradient rowwise": statistics(nonfinite=0.5)}}
+    record = Record(0, 0.0, {"b" * 1_000_000: math.inf}, layers)
+    found = findings(Run(pathlib.Path("telemetry.jsonl"), {}, [record]))
+    assert len(found) == 2 and all(len(finding.text) < 500 for finding in found)

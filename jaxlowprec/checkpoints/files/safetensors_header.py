@@ -20,6 +20,9 @@ LENGTH_BYTES = 8
 MAX_HEADER_BYTES = 100_000_000
 """The format's own limit: a longer header is a damaged file, or one made to exhaust memory."""
 
+MAX_NAME_BYTES = (1 << 16) - 1
+"""The longest name of a tensor that is read or written, as in a GGUF file: published names have some hundred bytes."""
+
 _ALIGNMENT = 64  # bytes: alignment of the first tensor, as XLA and vector units want it
 _MAX_DIMENSION = 2**63 - 1
 _FIELDS = {"dtype", "shape", "data_offsets"}
@@ -61,7 +64,7 @@ def parse_header(where: str, text: bytes, file_size: int) -> Header:
     Raises:
         CheckpointError: it is not JSON, a field is missing, unknown or of a wrong type, a name comes twice, a dtype is
             unknown, a tensor has more than `MAX_RANK` dimensions, its bytes do not fit its shape, lie outside the file,
-            overlap, or leave a gap.
+            overlap, or leave a gap, or a name has more than `MAX_NAME_BYTES`.
     """
     content = load_json(where, text)
     if not isinstance(content, dict) or not text.startswith(b"{"):
@@ -121,6 +124,8 @@ def layout_header(where: str, specs: Mapping[str, TensorSpec], metadata: Mapping
 def _span(where: str, name: str, info: Any) -> tuple[str, int, int, TensorSpec]:
     """A tensor's name, first byte, end and spec, from its entry in the header."""
     tensor = f"{where}: tensor {brief(name)}"
+    if len(name.encode("utf-8", "replace")) > MAX_NAME_BYTES:
+        raise CheckpointError(f"{tensor} has a name of {len(name)} characters; at most {MAX_NAME_BYTES} bytes are read")
     if not isinstance(info, dict) or set(info) != _FIELDS:
         raise CheckpointError(f"{tensor} must have exactly dtype, shape and data_offsets")
     dtype, shape, offsets = info["dtype"], info["shape"], info["data_offsets"]
