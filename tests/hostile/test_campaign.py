@@ -1,14 +1,48 @@
 """The campaign: it finds what is planted, what once broke holds, and a few minutes of new cases find nothing."""
 
+import resource
+import signal
+
 import pytest
 
 from tests.hostile.campaign import attack_through, kept
-from tests.hostile.limits import Isolated
+from tests.hostile.limits import MEMORY, Isolated, allowed_seconds
 from tests.hostile.mutation import Mutator
 from tests.hostile.targets import TARGETS
+from tests.hostile.worker import limit_memory, outcome_of
 
-CASES = {"convert": 60, "dequantize": 100}
+CASES = {"convert": 60, "dequantize": 100, "telemetry": 60}
 MOST_CASES = 120  # of the other targets; `python -m tests.hostile` goes on from there
+
+
+SHORT = {"gguf": 10, "to_gguf": 10, "decoder_config": 20, "patterns": 20, "telemetry": 4, "policy_log": 40}
+"""Cases of a default run, in its own process."""
+
+
+def cases_of(target):
+    """How many new cases of a target a slow run draws."""
+    return CASES.get(target, MOST_CASES)
+
+
+def late(*_):
+    raise TimeoutError("took longer than a case may")
+
+
+@pytest.mark.parametrize("target", SHORT)
+def test_a_few_new_cases_break_nothing(target, tmp_path):
+    mutator, memory = Mutator(target, TARGETS[target].seeds()), resource.getrlimit(resource.RLIMIT_AS)
+    before = signal.signal(signal.SIGVTALRM, late)
+    try:
+        limit_memory(MEMORY)
+        for _ in range(SHORT[target]):
+            data = mutator.case(TARGETS[target].changed)
+            signal.setitimer(signal.ITIMER_VIRTUAL, allowed_seconds(data))
+            outcome = outcome_of(TARGETS[target], data, tmp_path)
+            assert outcome["kind"] != "broke", outcome["detail"]
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)
+        resource.setrlimit(resource.RLIMIT_AS, memory)
 
 
 @pytest.mark.slow
@@ -42,7 +76,7 @@ def test_the_same_seed_gives_the_same_cases():
 @pytest.mark.parametrize("target", TARGETS)
 def test_what_once_broke_and_new_cases_break_nothing(target):
     """In one process, whose start takes as long as hundreds of cases."""
-    count = CASES.get(target, MOST_CASES)
+    count = cases_of(target)
     with Isolated(target) as worker:
         for path, data in kept(target):
             outcome = worker.run(data)

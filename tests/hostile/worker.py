@@ -58,7 +58,7 @@ def limit_memory(beyond):
     """Bounds the address space to what it is now and so much beyond."""
     pages = int(pathlib.Path("/proc/self/statm").read_text().split()[0])
     size = pages * os.sysconf("SC_PAGE_SIZE") + beyond
-    resource.setrlimit(resource.RLIMIT_AS, (size, size))
+    resource.setrlimit(resource.RLIMIT_AS, (size, resource.getrlimit(resource.RLIMIT_AS)[1]))
 
 
 def main(name, memory):
