@@ -15,6 +15,7 @@ from jaxlowprec.checkpoints.decoders import folders
 from jaxlowprec.cli.inspect import render
 from jaxlowprec.models.decoder.config import DecoderConfig
 from tests.checkpoints.small_models import CONFIG, write_checkpoint
+from tests.hostile.mutation import NUMBERS
 from tests.hostile.target import Target
 from tests.models.decoder import tiny
 
@@ -37,18 +38,36 @@ def read_decoder(data, folder):
     raise AssertionError("two tensors are no decoder")
 
 
+def change_config(mutator, data):
+    """A size of the config that is another number; or any other change."""
+    draw = mutator.random
+    try:
+        config = json.loads(data)
+        sizes = [key for key, value in config.items() if type(value) is int]
+    except (ValueError, AttributeError, RecursionError):
+        return mutator.document(data)
+    if not sizes or draw.random() < 0.5:
+        return mutator.document(data)
+    return json.dumps(config | {draw.choice(sizes): draw.choice((*NUMBERS, 1000, 16384))}).encode()
+
+
 def decoder_seeds():
     return [json.dumps(tiny.config(family)).encode() for family in tiny.FAMILIES]
 
 
 ATOMS = ("a", "!", ".", "a|a", "a|b", "[ab]", "[^b]", r"\w", r"\d", r"layers\.0", "mlp", r"\.", "", "(?=a)", r"(a)\1")
 REPEATS = ("+", "*", "?", "+?", "*?", "{2,}", "{30}", "{1000}", "{99999999}", "{0,300}", "++")
+ENDLESS = ("(a+)+$", "(a*)*$", "(a|a)*$", "(a+?)+c", "((a?)+)+$", "(a|aa)+$", "(.*.*)*c", r"(\w+a*)+$")
+"""What takes an engine that tries all ways a time without end, on `LONG`."""
+
 LONG = f"model.layers.0.mlp.{'a' * 64}!"
 MODULES = (LONG, "model.layers.0.mlp.up", "model.layers.1.mlp.down", "lm_head")
 
 
 def expression(draw):
     """A regular expression: atoms within repeated groups, as deep as those that take exponential time, or deeper."""
+    if draw.random() < 0.4:
+        return "re:" + draw.choice((r".*mlp\.", r"model\.layers\.0\.mlp\.")) + draw.choice(ENDLESS)
     text = draw.choice(ATOMS)
     for _ in range(draw.choice((0, 1, 2, 2, 3, 4, 60))):
         text = f"({text}{draw.choice(REPEATS)})" + draw.choice(("", draw.choice(REPEATS)))
@@ -121,6 +140,6 @@ def change_patterns(mutator, data):
 
 
 TARGETS = {
-    "decoder_config": Target(read_decoder, decoder_seeds, (ValueError,)),
+    "decoder_config": Target(read_decoder, decoder_seeds, (ValueError,), change_config),
     "patterns": Target(read_patterns, pattern_seeds, (CheckpointError,), change_patterns),
 }
