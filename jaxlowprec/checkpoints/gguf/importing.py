@@ -267,9 +267,9 @@ def _job(model: _Model, name: str, place: Place) -> tuple[Job, str | None]:
     heads = heads_of(model.architecture, place, model.config.heads, model.config.kv_heads)
     order = None if heads is None else to_halves(shape[0], heads)
     module = name.rpartition(".")[0]
-    in_codes = model.scheme is not None and scheme_of_type(spec.type) == model.scheme
-    if in_codes and len(shape) == 2 and place.tensor.startswith("blk."):  # norms and biases are decoded
-        outputs = model.scheme.output_specs(shape)
+    scheme, is_matrix = model.scheme, len(shape) == 2 and place.tensor.startswith("blk.")  # norms, biases are decoded
+    if scheme is not None and scheme_of_type(spec.type) == scheme and is_matrix:
+        outputs = scheme.output_specs(shape)
         kept = {f"{module}.{last}": TensorSpec(file_dtype(as_dtype(d)), s) for last, (d, s) in outputs.items()}
 
         def make_kept() -> Arrays:
