@@ -132,13 +132,13 @@ def _of_function(fn: Any, recipe: Any, args: Any, kwargs: Any) -> Any:
     traced = TracedFunction(fn, params, args, kwargs, rules)
     roles: dict[int, Roles] = {}
     for product in traced.following.products:
-        name, leaf = product.weight.name, product.weight.leaf
-        own = None if product.reason else traced.following.recipe_at(name)
-        if own is None or is_quantized(traced.leaves[leaf].packed):
-            continue
-        found = own.roles(MODULE_TYPE if product.grouped else "linear", name)
-        if found.ste is not None and found.weight is not None:
-            roles[leaf] = found
+        for single in product.weight.singles if not product.reason else ():
+            own = traced.following.recipe_at(single.name)
+            if own is None or is_quantized(traced.leaves[single.leaf].packed):
+                continue
+            found = own.roles(MODULE_TYPE if product.grouped else "linear", single.name)
+            if found.ste is not None and found.weight is not None:
+                roles[single.leaf] = found
     _check_some(roles)
     following = traced.following_packed(set(roles))
     new = {}

@@ -100,7 +100,7 @@ class TestWhichParameters:
         rows = {row.path: row for row in jlp.explain(self.function, None, served, X).layers}
         assert (rows["up"].note, rows["head"].note) == ("loaded", "no recipe")
 
-    @pytest.mark.parametrize(("params", "by_name"), itertools.product(["weights", 1], [False, True]))
+    @pytest.mark.parametrize(("params", "by_name"), [*itertools.product(["weights", 1], [False, True])])
     def test_they_are_the_argument_that_quantize_matmuls_was_told(self, params, by_name):
         quantized = jlp.quantize_matmuls(lambda x, weights: self.function(weights, x), RECIPES["int4"], params=params)
         given = ((X,), {"weights": self.params}) if by_name else ((X, self.params), {})
@@ -117,6 +117,16 @@ class TestWhichParameters:
         function = SERVED["scan"][0]
         with pytest.raises(ValueError, match="'up' .* the first and last layers of its stack stay in high precision"):
             jlp.quantize_params(lambda p, x: function(p["up"], x), rules, {"up": weight(3, 32, 32)}, X)
+
+    @pytest.mark.parametrize("join", [jnp.stack, lambda parts: jnp.concatenate(parts, 1)])
+    def test_parameters_that_the_function_joins_are_refused(self, join):
+        def function(p, x):
+            whole = join([p["a"], p["b"]])
+            return jnp.einsum("tk,ekn->etn", x, whole) if whole.ndim == 3 else x @ whole
+
+        params = {"a": weight(32, 16), "b": weight(32, 16)}
+        with pytest.raises(ValueError, match="parameter 'a' .* the function also uses it in (stack|concatenate)"):
+            jlp.quantize_params(function, RECIPES["int4"], params, X)
 
     def test_groups_that_do_not_divide_are_refused(self):
         with pytest.raises(ValueError, match="layer 'up' .* K = 32, which is not a multiple of the group of 64"):
