@@ -154,4 +154,6 @@ def _complaints(rules: Any, model: nnx.Module, names: list[str], followed: list[
     elif not followed:
         kinds = "Linear, LinearGeneral, Einsum or Conv"
         found.append(f"the model has no {kinds} to convert; see jaxlowprec.quantize_matmuls")
-    return found + silence.closing_line(len(followed), len(names), own)
+    tables = {"/".join(map(str, path)) for path, m in nnx.iter_modules(model) if isinstance(m, nnx.Embed)}
+    layers, quantised = (sum(name not in tables for name in some) for some in (names, followed))  # rows are looked up
+    return found + silence.closing_line(quantised, layers, own)

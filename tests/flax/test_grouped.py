@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import jaxlowprec as jlp
+from jaxlowprec.layers.subscripts import KernelAxes
 from tests.flax.libraries import weights_of
 from tests.helpers import assert_same_bytes
 from tests.moe.stack import RECIPES, each_recipe
@@ -149,4 +150,4 @@ def test_they_are_explained_like_any_layer(library):
     found = model.explain(jlp.Int4QAT(group_size=32), X, SIZES["all"])
     assert found.formats == {"experts": jlp.Int4(32), "gate": None}
     assert {applied.kernel for applied in found.layers} == {(EXPERTS, INPUTS, INPUTS)}
-    assert {applied.axes for applied in found.layers} == {(1, 1)}
+    assert {applied.axes for applied in found.layers} == {KernelAxes.in_front(1, 1, 3)}

@@ -10,6 +10,7 @@ import pytest
 from flax import nnx
 
 import jaxlowprec as jlp
+from jaxlowprec.layers.subscripts import KernelAxes
 from tests.flax.experts import EXPERTS, HIDDEN, WIDTH, K, X, block, compiled, made, total
 from tests.flax.libraries import LIBRARIES, weighted
 from tests.helpers import assert_same_bytes, often
@@ -268,7 +269,9 @@ class TestPolicy:
         for recipe, fmt in ((jlp.Int4QAT(group_size=32), jlp.Int4(32)), (jlp.NVFP4BlockScaling(), jlp.NVFP4((16, 16)))):
             found = model.explain(recipe, X)
             assert found.formats == {"router": None} | dict.fromkeys(PARTS, fmt)
-            assert {applied.axes for applied in found.layers if applied.path.startswith("experts")} == {(1, 1)}
+            assert {applied.axes for applied in found.layers if applied.path.startswith("experts")} == {
+                KernelAxes.in_front(1, 1, 3)
+            }
 
     @pytest.mark.parametrize(
         ("library", "name"),

@@ -148,5 +148,5 @@ class TestErrors:
         square = LoRAKernel(W.reshape(8, 8, 48), ADAPTER)
         with pytest.raises(ValueError, match=r"needs a kernel \[batch..., contracted..., free...\]"):
             jlp.dot_general(X[..., :8], square, (((2,), (1,)), ((), ())))
-        with pytest.raises(ValueError, match="of which only K is contracted"):
-            jlp.einsum("btk,nk->btn", X, LoRAKernel(W, ADAPTER).mT)
+        with pytest.raises(ValueError, match="whose K and N are whole axes of it"):
+            jlp.einsum("btk,kan->btan", X[..., :32], LoRAKernel(W.reshape(32, 6, 16), ADAPTER))

@@ -25,7 +25,7 @@ MODULES = [
 
 # Lowest first; a room imports from its own floor and those below.
 FLOORS = (
-    ("arguments",),
+    ("arguments", "locks"),
     ("arrays", "wiring"),
     ("ops",),
     ("recipes", "telemetry"),
@@ -73,7 +73,7 @@ def test_the_package_is_typed():
 
 
 ROOMS_AT_IMPORT = """
-    arguments arrays checkpoint_policies delayed_scaling layers layouts ops recipes telemetry wiring
+    arguments arrays checkpoint_policies delayed_scaling layers layouts locks ops recipes telemetry wiring
 """.split()  # noqa: SIM905
 MOST_MODULES_AT_IMPORT = {"jaxlowprec": 150, "jax": 45, "others": 15}  # most of jax are those of jax.extend
 

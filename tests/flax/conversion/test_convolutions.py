@@ -188,11 +188,11 @@ class TestWhatStays:
             jlp.nnx.convert(model)
 
     def test_a_model_of_other_convolutions_follows_nothing(self):
-        recipe = jlp.MXFP8BlockScaling(fp8_format="HYBRID")
         with pytest.warns(UserWarning, match="no layer followed MXFP8BlockScaling"):
+            recipe = jlp.MXFP8BlockScaling(fp8_format="HYBRID")
             jlp.nnx.convert(nnx.List([nnx.Conv(32, 8, (3, 3), rngs=nnx.Rngs(0))]), recipe)
-        model = jlp.linen.convert(nn.Sequential([nn.Conv(8, (3, 3))]), recipe)
-        with pytest.warns(UserWarning, match="no layer followed MXFP8BlockScaling"):
+        model = jlp.linen.convert(nn.Sequential([nn.Conv(8, (3, 3))]), jlp.Float8BlockScaling())
+        with pytest.warns(UserWarning, match="no layer followed Float8BlockScaling"):
             model.init(jax.random.key(0), X)
 
 
