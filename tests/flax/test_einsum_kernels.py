@@ -106,12 +106,12 @@ class TestRefused:
     def model(self, library, *args):
         return library.model(library.composed(lambda m, x: m.e(x), e=library.maker("Einsum", *args)), self.x)
 
-    def test_a_sum_of_the_kernel_is_an_error_that_names_layer_and_equation(self, library):
+    def test_a_sum_of_the_kernel_is_an_error_that_names_the_layer(self, library):
         model = self.model(library, "td,dnh->tn", (32, 4, 8))
         with pytest.raises(ValueError, match=r"layer 'e' .*'td,dnh->tn' sums or repeats the axis 'h'.* with exclude="):
             model.served(RECIPES["int4"], self.x)
 
-    def test_a_product_that_contracts_nothing_is_in_high_precision_and_explained(self, library):
+    def test_a_product_that_contracts_nothing_stays_and_is_said(self, library):
         model = self.model(library, "td,dn->tdn", (32, 4))
         (row,) = model.explain(RECIPES["int4"], self.x).layers
         assert (row.note, row.roles.weight) == ("contracts nothing: no matrix product", None)

@@ -79,7 +79,7 @@ class TestStacks:
         ],
         ids=["one recipe", "cast, ends kept", "concatenated, then cast", "transposed"],
     )
-    def test_that_a_scan_takes_apart_have_the_bytes_of_the_unrolled_blocks(self, rules, join):
+    def test_in_a_scan_have_the_bytes_of_unrolled_blocks(self, rules, join):
         theirs = jlp.quantize_matmuls(self.scanned(join), rules)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
@@ -220,7 +220,7 @@ class TestLeftAlone:
         notes = notes_of(theirs, ..., self.PARAMS, X)
         assert notes["w"] == f"computed from the parameter by {by}" and notes["v"] == ""
 
-    def test_the_warning_comes_once_for_a_function_and_names_the_largest(self):
+    def test_the_warning_comes_once_and_names_the_largest(self):
         params = {f"w{i}": matrix(i, 32, 8 * i) for i in range(2, 7)}
         theirs = jlp.quantize_matmuls(lambda p, x: [plain(x, jnp.tanh(w)) for w in p.values()], NVFP4)
         with pytest.warns(UserWarning) as seen:
@@ -242,6 +242,18 @@ class TestLeftAlone:
             found = jlp.quantize_matmuls(fused, rules)(params, X)
         assert_same_bytes(found[0], fused(params, X)[0])
         assert notes_of(fused, rules, params, X)["b"] == "joined with parameters of other recipes, joined with 'a'"
+
+    def test_a_cache_among_the_parameters_is_no_parameter(self, recwarn):
+        """Its rows are activations that were written into it."""
+
+        def function(p, x):
+            keys = lax.dynamic_update_slice(p["cache"], plain(x, p["w"])[:1].astype(jnp.float32), (0, 0))
+            return x.astype(jnp.float32) @ keys.at[5].set(1).T
+
+        params = {"cache": matrix(1, 16, 32), "w": matrix(2, 32, 32)}
+        assert notes_of(function, MXFP8, params, X) == {"w": "", "cache": "not followed through dynamic_update_slice"}
+        jlp.quantize_matmuls(function, MXFP8)(params, X)
+        assert not [w for w in recwarn if "high precision" in str(w.message)]
 
     def test_activations_are_no_parameters(self, recwarn):
         """Positions that are added to activations, a learnt token before them, and a choice between them and a row."""

@@ -145,7 +145,7 @@ class TestWhichParameters:
             jlp.quantize_params(lambda model, x: model(x), RECIPES["int4"], linear, X)
 
 
-def test_a_quantised_parameter_is_not_contracted_along_another_axis():
+def test_a_quantised_parameter_keeps_its_axis():
     """[D, N, H], quantised along N, in a product that contracts D; N is as long as D."""
     q = jlp.quantize(weight(32, 32, 8), jlp.NVFP4(), axis=-2)
     heads = SERVED["square"][0]

@@ -84,7 +84,7 @@ class TestFunctions:
         assert "layers/0/mlp/chooser" in quantised(found) and "layers/0/router_of/chooser" not in quantised(found)
 
     @pytest.mark.parametrize("name", ["output", "fc", "decoder"])
-    def test_a_head_that_may_be_one_by_its_name_is_known_by_its_softmax(self, name):
+    def test_a_head_of_such_a_name_is_known_by_its_softmax(self, name):
         params = {name: matrix(D, 10), "block": {name: matrix(D, D)}}
 
         def loss(p, x):

@@ -8,6 +8,8 @@ from typing import Any
 
 from jaxlowprec.models.transform.weights import Weight, is_matrix, joined
 
+_WRITING = ("dynamic_update_slice", "scatter")  # what writes into an array, such as a cache: activations
+
 Choices = Callable[[Weight], list[Any]]
 """The different things that a recipe says of the parameters of a value."""
 
@@ -40,9 +42,13 @@ class Origins:
         return atom.aval.size == 1 or (not hasattr(atom, "val") and atom in self._numbers)
 
     def is_factor(self, atom: Any, shape: tuple[int, ...]) -> bool:
-        """Whether a value has less in it than an array of this shape: a number, a vector, or a mask."""
-        smaller = len(shape) == 0 or atom.aval.shape != shape or atom.aval.dtype == bool
-        return smaller or (not hasattr(atom, "val") and atom in self._spread)
+        """Whether a value has less in it than an array of this shape that it meets element by element: a number, a
+        vector that was repeated, or a mask."""
+        if (given := atom.aval.shape) != shape:
+            return not given or (
+                len(given) == len(shape) and all(n in (1, m) for n, m in zip(given, shape, strict=True))
+            )
+        return atom.aval.dtype == bool or (not hasattr(atom, "val") and atom in self._spread)
 
 
 def joined_by(eqn: Any, weights: list[Weight | None], origins: Origins, choices: Choices) -> Weight | None:
@@ -78,7 +84,7 @@ def _selected(eqn: Any, weights: list[Weight | None], origins: Origins) -> Weigh
 
 def computed(eqn: Any, weights: list[Weight | None], origins: Origins) -> Weight | None:
     """What an equation computes of parameters alone, such as one times a mask; None of any other equation."""
-    if len(eqn.outvars) != 1 or not is_matrix(result := eqn.outvars[0].aval):
+    if len(eqn.outvars) != 1 or not is_matrix(result := eqn.outvars[0].aval) or eqn.primitive.name.startswith(_WRITING):
         return None
     shape, parts = result.shape, []
     for variable, weight in zip(eqn.invars, weights, strict=True):

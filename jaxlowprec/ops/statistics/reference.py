@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import jax
 import jax.numpy as jnp
 
@@ -142,7 +144,8 @@ def _ranges(magnitude: jax.Array, fmt: Format) -> tuple[jax.Array, jax.Array]:
     """The sum of largest over median magnitude of whole runs whose median is not zero; how many these are."""
     length = run_length(fmt)
     lines = magnitude[..., ::EVERY, : magnitude.shape[-1] // length * length]
-    ascending = jnp.sort(lines.reshape(*lines.shape[:-2], -1, length), axis=-1)
+    runs = lines.shape[-2] * (lines.shape[-1] // length)
+    ascending = jnp.sort(lines.reshape(*lines.shape[:-2], runs, length), axis=-1)
     median = ascending[..., (length - 1) // 2] / 2 + ascending[..., length // 2] / 2
     spread = median > 0
     ratio = jnp.where(spread, ascending[..., -1] / jnp.where(spread, median, 1), 0)
@@ -152,7 +155,8 @@ def _ranges(magnitude: jax.Array, fmt: Format) -> tuple[jax.Array, jax.Array]:
 def _histogram(bins: jax.Array, weights: jax.Array, length: int) -> jax.Array:
     """[..., n, m] -> the sum of the weights in each bin, [..., length]."""
     *batch, rows, columns = bins.shape
-    bins, weights = (v.reshape(-1, rows * columns) for v in (bins.astype(jnp.int32), weights))
+    matrices = math.prod(batch), rows * columns
+    bins, weights = (v.reshape(matrices) for v in (bins.astype(jnp.int32), weights))
     found = jax.vmap(lambda b, w: jnp.zeros(length, jnp.float32).at[b].add(w))(bins, weights)
     return found.reshape(*batch, length)
 

@@ -142,7 +142,7 @@ def test_nnx_optimizer_updates_parameters_as_without_states():
     assert model.first._overwrite_with_gradient["input_amax_history"].tolist() == [float(jnp.abs(X).max())] * 3
 
 
-def test_flaxs_train_state_keeps_the_state_of_a_head_that_is_not_used():
+def test_flaxs_train_state_keeps_an_unused_heads_state():
     class Heads(nn.Module):
         @nn.compact
         def __call__(self, x, second=True):

@@ -189,7 +189,7 @@ class TestState:
         assert y.shape == (1, 16, 32)
         assert_same_bytes(after, state)
 
-    def test_that_the_gradient_of_an_unused_layer_has_overwritten_is_an_error(self, isa):
+    def test_overwritten_by_an_unused_layers_gradient_is_an_error(self, isa):
         state = delayed_scaling.init_state(self.recipe)
         unused = jax.jit(jax.grad(lambda s: 0.0 * sum(jnp.sum(v) for v in jax.tree.leaves(s))))(state)
         assert not any(np.any(np.asarray(v)) for v in unused.values())
