@@ -42,8 +42,9 @@ OPTIONS = {
 ALL = BASE | OPTIONS
 
 
-def of_gradients(role):
-    return jlp.MXFP8() if role.tensor_type == "grad_output" else None
+def of_dgrad(role):
+    gemms = {"input": ("fprop", "wgrad"), "weight": ("fprop", "dgrad"), "grad_output": ("dgrad", "wgrad")}
+    return {gemm: jlp.MXFP8() if gemm == "dgrad" else None for gemm in gemms[role.tensor_type]}
 
 
 RECIPES = {
@@ -62,7 +63,7 @@ RECIPES = {
     "high precision forward": jlp.NVFP4BlockScaling(forward_override="high_precision"),
     "high precision backward": jlp.NVFP4BlockScaling(backward_override="high_precision"),
     "dequantized backward": jlp.MXFP8BlockScaling(backward_override="dequantized"),
-    "gradients only": jlp.Custom(of_gradients),
+    "dgrad only": jlp.Custom(of_dgrad),
 }
 
 
@@ -73,7 +74,7 @@ def recipes(*names):
 
 STRUCTURES = recipes(
     *("bf16", "nvfp4", "nvfp4 row-scaled", "mxfp8", "fp8_delayed", "int4_qat clipped", "nvfp4_qat"),
-    *("high precision forward", "high precision backward", "dequantized backward", "gradients only"),
+    *("high precision forward", "high precision backward", "dequantized backward", "dgrad only"),
 )
 """A recipe for each structure of a layer's program. Recipes of one structure differ in what operations do, which their
 own tests try; tests/recipes/test_structures.py says which recipe has which structure and which formats."""
@@ -90,11 +91,11 @@ def structure_of(recipe):
     if recipe.delayed is not None:
         return "delayed scaling"
     if roles.fprop is not None:
-        return "forward in high precision" if roles.fprop == "high_precision" else "forward with roles of its own"
+        if roles.fprop != "high_precision":
+            return "forward with roles of its own"
+        return "dgrad only" if roles.wgrad == "high_precision" else "forward in high precision"
     if recipe.backward_override is not None:
         return f"backward {recipe.backward_override}"
-    if roles.input is None or roles.weight is None:
-        return "gradients only"
     amaxes = any(role.format.scaling in ("two_level", "tensor") for role in (roles.input, roles.weight, roles.gradient))
     return "amaxes, then three GEMMs" if amaxes else "three GEMMs"
 

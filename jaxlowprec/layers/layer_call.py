@@ -174,6 +174,7 @@ class LayerCall:
         shardings = sharding_of(x), sharding_of(w), sharding_of(bias)
         of_recipe = recipe.backward_override, recipe.sums, recipe.delayed
         spec = ProductSpec(roles, *of_recipe, jnp.dtype(out_dtype), shardings, out_sharding, rows_split, self.precision)
+        silence.warn_once(self.who, recipe, silence.of_roles(roles, recipe.backward_override), depth=2)
         batch = x.shape[: -3 if rows_split else -2]
         tokens = math.prod(x.shape[len(batch) : -1])
         randomness = randomness_of(self.who, roles, self.key, batch, (tokens, weight.shape[-1]), self.name)

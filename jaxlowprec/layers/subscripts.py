@@ -24,6 +24,11 @@ _TERM = r"[A-Za-z]*(\.\.\.)?[A-Za-z]*"
 _SUBSCRIPTS = re.compile(rf"{_TERM}(,{_TERM})*(->{_TERM})?")
 
 
+def has_matrices(shape: tuple[int, ...]) -> bool:
+    """Whether at least two axes are longer than 1."""
+    return sum(n != 1 for n in shape) > 1
+
+
 @dataclasses.dataclass(frozen=True)
 class KernelAxes:
     """Which axes of a kernel are those of its matrices [batch..., K, N].

@@ -14,6 +14,7 @@ from flax import linen as nn
 
 from jaxlowprec.arguments import shown
 from jaxlowprec.layers.layer_call import own_product
+from jaxlowprec.layers.subscripts import has_matrices
 from jaxlowprec.linen.convolution import Conv, conv, windows_of
 from jaxlowprec.linen.grouped import GroupedDense
 from jaxlowprec.linen.layers import Dense, DenseGeneral, Einsum, attend, base_call, dense, dense_general, layer_einsum
@@ -222,23 +223,14 @@ def own_matrices(params: Any, modules: Collection[str], path: str = "") -> dict[
         inner = f"{path}/{name}" if path else name
         if isinstance(value, Mapping):
             found |= own_matrices(value, modules, inner)
-        elif path in modules and sum(n != 1 for n in getattr(value, "shape", ())) > 1:
+        elif path in modules and has_matrices(getattr(value, "shape", ())):
             found[inner] = tuple(value.shape)
     return found
 
 
 def _complaints(conversion: _Conversion, module: nn.Module) -> list[str]:
     """What the conversion has not reached."""
-    left = ", ".join(f"{name!r} ({reason})" for name, reason in conversion.left.items())
-    found = [f"these layers stay Flax's: {left}"] if left else []
-    rules, names = conversion.rules, conversion.names
     own = own_matrices(module.variables.get("params", {}), conversion.own, "/".join(module.path))
-    if rules is not FROM_CONTEXT:
-        own = {name: shape for name, shape in own.items() if rules.within(name) is not None}
-        found += silence.complaints(rules, names, conversion.followed)
-    elif not conversion.followed:
-        found.append(
-            f"{conversion.module.__name__} has called no Dense, DenseGeneral, Einsum or Conv to convert; see "
-            "jaxlowprec.quantize_matmuls"
-        )
-    return found + silence.closing_line(len(conversion.followed), len(names), own)
+    reached = silence.Reached(conversion.names, conversion.followed, conversion.left, own)
+    nothing = f"{conversion.module.__name__} has called no Dense, DenseGeneral, Einsum or Conv to convert"
+    return silence.of_conversion(None if conversion.rules is FROM_CONTEXT else conversion.rules, reached, nothing)

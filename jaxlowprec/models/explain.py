@@ -20,7 +20,7 @@ from jaxlowprec.arguments import shown
 from jaxlowprec.arrays.quantized_array import QuantizedArray
 from jaxlowprec.layers.layer_call import own_product
 from jaxlowprec.layers.low_rank import LoRAKernel, without_adapter
-from jaxlowprec.layers.subscripts import KernelAxes, kernel_axes
+from jaxlowprec.layers.subscripts import KernelAxes, has_matrices, kernel_axes
 from jaxlowprec.layers.watching.seeing import seeing_calls
 from jaxlowprec.layers.weight_only import check_whole_blocks
 from jaxlowprec.linen import converting as linen_converting
@@ -28,7 +28,7 @@ from jaxlowprec.linen.convolution import conv_axes, windows_of
 from jaxlowprec.models.explanation import HIGH_PRECISION, AppliedRecipe, Explanation
 from jaxlowprec.models.quantize_matmuls import QuantizedMatmuls, TracedFunction
 from jaxlowprec.models.transform.products import Product
-from jaxlowprec.models.transform.weights import Weight, has_matrices
+from jaxlowprec.models.transform.weights import Weight
 from jaxlowprec.moe.grouped_linear import MODULE_TYPE
 from jaxlowprec.nnx import converting as nnx_converting
 from jaxlowprec.nnx.einsum import einsum_axes

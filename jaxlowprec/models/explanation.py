@@ -67,11 +67,13 @@ class Explanation:
 
 
 def _operand(roles: Roles, tensor: str) -> str:
-    """What a tensor is quantised to; for each of its GEMMs, if they read it in different forms."""
+    """What a tensor is quantised to where a GEMM reads it so; for each of its GEMMs, if they read different forms."""
     found = {}
     decodable = tensor != "gradient" and isinstance(roles.operands("fprop"), tuple)
-    for gemm in (gemm for gemm, operands in GEMMS.items() if tensor in operands):
-        role, decoded = roles.operand(tensor, gemm), decodable and roles.operands(gemm) == "dequantized"
+    for gemm in (gemm for gemm, tensors in GEMMS.items() if tensor in tensors):
+        operands = roles.operands(gemm)
+        role = roles.operand(tensor, gemm) if roles.ste is not None or isinstance(operands, tuple) else None
+        decoded = decodable and operands == "dequantized"
         found[gemm] = "decoded" if decoded else "-" if role is None else str(role.format)
     return _of_each_gemm(found)
 

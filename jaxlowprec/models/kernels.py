@@ -12,8 +12,8 @@ import jax
 from jaxlowprec.arguments import shown
 from jaxlowprec.arrays.quantized_array import QuantizedArray
 from jaxlowprec.layers.low_rank import LoRAKernel
+from jaxlowprec.layers.subscripts import has_matrices
 from jaxlowprec.models.layer_names import layer_name
-from jaxlowprec.models.transform.weights import has_matrices
 from jaxlowprec.ops.checks import FLOATS
 from jaxlowprec.recipes.fields import check_pattern
 

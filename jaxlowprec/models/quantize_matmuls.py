@@ -16,12 +16,13 @@ import numpy as np
 from jaxlowprec.arguments import shown
 from jaxlowprec.layers import delayed_scaling
 from jaxlowprec.layers.low_rank import is_quantized
+from jaxlowprec.layers.subscripts import has_matrices
 from jaxlowprec.models.layer_names import layer_name
 from jaxlowprec.models.transform import modules
 from jaxlowprec.models.transform.evaluating import evaluate
 from jaxlowprec.models.transform.following import Following
 from jaxlowprec.models.transform.uses import Uses
-from jaxlowprec.models.transform.weights import Traced, Weight, arrays_of, has_matrices, is_float, is_packed
+from jaxlowprec.models.transform.weights import Traced, Weight, arrays_of, is_float, is_packed
 from jaxlowprec.recipes import silence
 from jaxlowprec.recipes.autocast import FROM_CONTEXT, resolve
 from jaxlowprec.recipes.roles import Recipe
@@ -29,7 +30,6 @@ from jaxlowprec.recipes.transformer_engine import DelayedScaling
 from jaxlowprec.recipes.uses import Use
 
 _WHO = "quantize_matmuls"
-_LARGEST = 3  # so many parameters are named that stay in high precision
 
 
 def quantize_matmuls(
@@ -282,12 +282,10 @@ class TracedFunction:
                     found[single.leaf] = single.name, product.reason
         if not found:
             return []
-        largest = sorted(found, key=lambda leaf: -math.prod(self.leaves[leaf].shape))[:_LARGEST]
-        named = [f"{found[i][0]!r} {list(self.leaves[i].shape)} ({found[i][1]})" for i in largest]
-        more = f" and {len(found) - _LARGEST} more" if len(found) > _LARGEST else ""
+        largest = sorted(found, key=lambda leaf: -math.prod(self.leaves[leaf].shape))
+        named = silence.some([f"{found[i][0]!r} {list(self.leaves[i].shape)} ({found[i][1]})" for i in largest])
         return [
-            f"these parameters are in products that stay in high precision: {', '.join(named)}{more}; "
-            "jaxlowprec.explain shows them all"
+            f"these parameters are in products that stay in high precision: {named}; jaxlowprec.explain shows them all"
         ]
 
     def _delayed(self) -> dict[str, tuple[DelayedScaling, int | None]]:

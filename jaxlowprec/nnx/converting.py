@@ -7,6 +7,7 @@ from typing import Any
 from flax import nnx
 
 from jaxlowprec.layers.layer_call import own_product
+from jaxlowprec.layers.subscripts import has_matrices
 from jaxlowprec.linen.convolution import windows_of
 from jaxlowprec.nnx.convolution import Conv
 from jaxlowprec.nnx.einsum import Einsum, Embed
@@ -67,7 +68,8 @@ def convert(model: Any, rules: Recipe | None = FROM_CONTEXT) -> Any:
     """
     _check_model(_WHO, model)
     recipe = resolve(_WHO, rules)
-    names, followed, left, changes = [], [], [], []
+    names, followed, changes, left = [], [], [], {}
+    tables = ["/".join(map(str, path)) for path, layer in nnx.iter_modules(model) if isinstance(layer, nnx.Embed)]
     uses = _uses(model)
     kinds: Any = (_Quantizing, *_OURS)
     layer: Any
@@ -80,7 +82,7 @@ def convert(model: Any, rules: Recipe | None = FROM_CONTEXT) -> Any:
             continue
         names.append(name)
         if not ours and (reason := reason_to_stay(layer)):
-            left.append(f"{name!r} ({reason})")
+            left[name] = reason
             continue
         own = rules if rules is FROM_CONTEXT or recipe is None else recipe.at(name)
         if recipe is not None and rules is not FROM_CONTEXT and (use := uses.get(path)) is not None:
@@ -97,7 +99,10 @@ def convert(model: Any, rules: Recipe | None = FROM_CONTEXT) -> Any:
             layer._set_up(own, name, None)
             layer.converted = True
     if rules is not None:
-        silence.warn_once(_WHO, rules, _complaints(rules, model, names, followed, left), depth=1)
+        reached = silence.Reached(names, followed, left, own_matrices(model), tables)
+        nothing = "the model has no Linear, LinearGeneral, Einsum or Conv to convert"
+        found = silence.of_conversion(None if rules is FROM_CONTEXT else rules, reached, nothing)
+        silence.warn_once(_WHO, rules, found, depth=1)
     return model
 
 
@@ -139,21 +144,6 @@ def own_matrices(model: nnx.Module) -> dict[str, tuple[int, ...]]:
         owner = next(modules[path[:n]] for n in reversed(range(len(path))) if path[:n] in modules)
         is_own = isinstance(owner, _CONTAINERS) or type(owner).__module__.split(".")[0] not in ("flax", "jaxlowprec")
         shape = getattr(variable.get_value(), "shape", ())
-        if is_own and not isinstance(owner, LAYERS) and sum(n != 1 for n in shape) > 1:
+        if is_own and not isinstance(owner, LAYERS) and has_matrices(shape):
             found["/".join(map(str, path))] = tuple(shape)
     return found
-
-
-def _complaints(rules: Any, model: nnx.Module, names: list[str], followed: list[str], left: list[str]) -> list[str]:
-    """What the conversion did not reach."""
-    found = [f"these layers stay Flax's: {', '.join(left)}"] if left else []
-    own = own_matrices(model)
-    if rules is not FROM_CONTEXT:
-        own = {name: shape for name, shape in own.items() if rules.within(name) is not None}
-        found += silence.complaints(rules, names, followed)
-    elif not followed:
-        kinds = "Linear, LinearGeneral, Einsum or Conv"
-        found.append(f"the model has no {kinds} to convert; see jaxlowprec.quantize_matmuls")
-    tables = {"/".join(map(str, path)) for path, m in nnx.iter_modules(model) if isinstance(m, nnx.Embed)}
-    layers, quantised = (sum(name not in tables for name in some) for some in (names, followed))  # rows are looked up
-    return found + silence.closing_line(quantised, layers, own)

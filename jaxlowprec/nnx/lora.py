@@ -15,6 +15,7 @@ from jaxlowprec.arguments import shown, whole_number
 from jaxlowprec.arrays.quantized_array import QuantizedArray
 from jaxlowprec.layers.dot_general import add_adapter, axes_in_order
 from jaxlowprec.layers.low_rank import Adapter, LoRAKernel, checked_alpha, new_adapter
+from jaxlowprec.layers.subscripts import has_matrices
 from jaxlowprec.nnx.converting import reason_to_stay
 from jaxlowprec.nnx.einsum import Einsum, einsum_axes
 from jaxlowprec.nnx.layers import Linear, LinearGeneral, Quantized, _check_model, _Quantizing
@@ -226,7 +227,7 @@ def _has_matrices(module: Any) -> bool:
     if isinstance(module, nnx.Embed | nnx.LayerNorm | nnx.RMSNorm | nnx.BatchNorm | nnx.GroupNorm):
         return False
     own = [v for v in vars(module).values() if type(v) in (nnx.Param, Quantized)]
-    return any(sum(n > 1 for n in v.get_value().shape) > 1 for v in own)
+    return any(has_matrices(v.get_value().shape) for v in own)
 
 
 def _is_product(layer: nnx.Einsum) -> bool:

@@ -1,4 +1,4 @@
-"""Says when a recipe did nothing: no layer followed it, or one of its rules matched no layer."""
+"""Says when a recipe did nothing: no layer followed it, one of its rules matched no layer, or it quantises no GEMM."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ import difflib
 import math
 import re
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
+from typing import NamedTuple
 
 from jaxlowprec.recipes.fields import is_chosen
 from jaxlowprec.recipes.per_layer import PerLayer
 from jaxlowprec.recipes.qat import DEFAULT_EXCLUDE
-from jaxlowprec.recipes.roles import Recipe
+from jaxlowprec.recipes.roles import GEMMS, BackwardOverride, Recipe, Roles
 
 _NEAREST = 3
 _seen: dict[Recipe, set[str]] = collections.defaultdict(set)
@@ -58,30 +59,72 @@ def complaints(recipe: Recipe, names: Iterable[str], products: Iterable[str]) ->
     return found
 
 
-def closing_line(followed: int, layers: int, own: Mapping[str, tuple[int, ...]]) -> list[str]:
-    """What a conversion ends with if it does not reach every matrix of a model.
-
-    Arguments:
-        followed: the number of layers that follow a recipe.
-        layers: the number of all layers.
-        own: the matrices of modules that are none of Flax's layers, by their paths.
-    """
-    shapes = {name: shape for name, shape in own.items() if is_chosen(name, (".*",), DEFAULT_EXCLUDE)}
-    if not shapes:
+def of_roles(roles: Roles, backward_override: BackwardOverride) -> list[str]:
+    """That a recipe quantises some of a layer's tensors and no GEMM reads them, if it is so."""
+    quantized = [tensor for tensor in ("input", "weight", "gradient") if roles.forms(tensor) != (None, None)]
+    if not quantized or any(isinstance(roles.operands(gemm, backward_override), tuple) for gemm in GEMMS):
         return []
-    largest = sorted(shapes, key=lambda name: -math.prod(shapes[name]))
-    named = ", ".join(f"{name!r} {list(shapes[name])}" for name in largest[:_NEAREST])
-    more = f" and {len(largest) - _NEAREST} more" if len(largest) > _NEAREST else ""
     return [
-        f"{followed} of {layers + len(shapes)} matrices are quantised; left: {named}{more}, which are parameters of "
-        "modules that are none of Flax's layers; jaxlowprec.quantize_matmuls reaches products by any parameter"
+        f"the recipe quantises the {' and the '.join(quantized)} but no GEMM, which needs both of its operands "
+        "quantised; so everything is computed in high precision"
     ]
 
 
-def listed(names: list[str]) -> str:
+class Reached(NamedTuple):
+    """What a conversion reached of a model.
+
+    Attributes:
+        names: of all layers that it could have converted.
+        followed: of those that follow a recipe.
+        left: of those that stay Flax's although the recipe is for them, each with the reason.
+        own: the shapes of matrices in modules that are none of Flax's layers, by their paths.
+        tables: of layers whose rows are looked up, which are in no matrix product.
+    """
+
+    names: Collection[str]
+    followed: Collection[str]
+    left: Mapping[str, str]
+    own: Mapping[str, tuple[int, ...]]
+    tables: Collection[str] = ()
+
+
+def of_conversion(recipe: Recipe | None, reached: Reached, nothing: str) -> list[str]:
+    """What a conversion did not reach; the last line counts matrices and names the largest that are left.
+
+    Arguments:
+        recipe: None if layers follow that of their context.
+        nothing: says that there was no layer to convert.
+    """
+    names, followed, left, own, tables = reached
+    found = []
+    if left:
+        found.append(f"these layers stay Flax's: {', '.join(f'{name!r} ({reason})' for name, reason in left.items())}")
+    if recipe is not None:
+        own = {name: shape for name, shape in own.items() if recipe.within(name) is not None}
+        found += complaints(recipe, names, followed)
+    elif not followed:
+        found.append(f"{nothing}; see jaxlowprec.quantize_matmuls")
+    shapes = {name: shape for name, shape in own.items() if is_chosen(name, (".*",), DEFAULT_EXCLUDE)}
+    if shapes:
+        quantised, layers = (sum(name not in tables for name in those) for those in (followed, names))
+        largest = sorted(shapes, key=lambda name: -math.prod(shapes[name]))
+        found.append(
+            f"{quantised} of {layers + len(shapes)} matrices are quantised; left: "
+            f"{some([f'{name!r} {list(shapes[name])}' for name in largest])}, which are parameters of modules that are "
+            "none of Flax's layers; jaxlowprec.quantize_matmuls reaches products by any parameter"
+        )
+    return found
+
+
+def listed(names: Iterable[str]) -> str:
     """The first of these names, quoted, and how many more there are."""
-    shown = ", ".join(map(repr, names[:_NEAREST]))
-    return f"{shown} and {len(names) - _NEAREST} more" if len(names) > _NEAREST else shown
+    return some([repr(name) for name in names])
+
+
+def some(texts: list[str]) -> str:
+    """The first of these texts, and how many more there are."""
+    more = f" and {len(texts) - _NEAREST} more" if len(texts) > _NEAREST else ""
+    return ", ".join(texts[:_NEAREST]) + more
 
 
 def warn_once(who: str, recipe: Recipe, messages: Iterable[str], depth: int) -> None:

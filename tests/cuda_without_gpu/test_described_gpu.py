@@ -150,9 +150,12 @@ QUANTISED = {  # arrays in a training step where they are not all three: x, the 
     "int4_qat": 1,
     "int4_qat clipped": 1,
     "nvfp4_qat 2d": 1,
-    "gradients only": 0,
+    "dgrad only": 2,
 }
-MULTIPLIED = {"high precision forward": 2}  # products of quantised arrays, where that is not {3: 3, 2: 1} of those
+MULTIPLIED = {
+    "high precision forward": 2,
+    "dgrad only": 1,
+}  # products of quantised arrays, where that is not {3: 3, 2: 1} of those
 
 
 @pytest.mark.parametrize("name", GROUPED_RECIPES)

@@ -1,6 +1,7 @@
 """Custom: a recipe that is a function from role to format."""
 
 import functools
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -187,3 +188,30 @@ class TestLayersInHighPrecision:
             assert jnp.all(jnp.isfinite(y))
         with jlp.autocast(recipe):
             assert_same_bytes(head(body(X)), y)
+
+
+class TestOperandsThatNoGemmReads:
+    """A GEMM is quantised if both of its operands are: a factory may quantise tensors in vain."""
+
+    @pytest.mark.parametrize("tensor", ["input", "weight", "grad_output"])
+    def test_are_said_once_and_not_explained_as_quantised(self, tensor):
+        recipe = jlp.Custom(lambda role: jlp.MXFP8() if role.tensor_type == tensor else None)
+        what = "gradient" if tensor == "grad_output" else tensor
+        with pytest.warns(UserWarning, match=f"linear: the recipe quantises the {what} but no GEMM, .* high precision"):
+            y = jlp.linear(X, W, recipe=recipe)
+        with warnings.catch_warnings(action="error"):
+            assert_same_bytes(y, jlp.linear(X, W, recipe=recipe))
+        assert_same_bytes(y, jlp.linear(X, W, recipe=None))
+        layer = jlp.nnx.Linear(64, 48, rngs=nnx.Rngs(0))
+        assert "MXFP8" not in str(jlp.explain(layer, recipe))
+
+    def test_are_said_of_rows_in_groups(self):
+        recipe = jlp.Custom(lambda role: jlp.MXFP4() if role.tensor_type == "weight" else None)
+        with pytest.warns(UserWarning, match="grouped_matmul: the recipe quantises the weight but no GEMM"):
+            jlp.grouped_matmul(X, W[None], jnp.array([32]), recipe=recipe)
+
+    def test_are_not_said_where_one_gemm_reads_them(self):
+        recipe = jlp.Custom(functools.partial(without, tensor="input"))
+        assert_same_bytes(jlp.linear(X, W, recipe=recipe), jlp.linear(X, W, recipe=None))
+        table = str(jlp.explain(jlp.nnx.Linear(64, 48, rngs=nnx.Rngs(0)), recipe))
+        assert "fprop -, dgrad MXFP8" in table and ", wgrad -" in table

@@ -62,7 +62,7 @@ KNOWN = {  # the structure; formats of the input, the weight and the gradient
     "high precision forward": ("forward in high precision", *ROTATED_NVFP4),
     "high precision backward": ("backward high_precision", *ROTATED_NVFP4),
     "dequantized backward": ("backward dequantized", "MXFP8-E4M3-1x32", "MXFP8-E4M3-1x32", "MXFP8-E4M3-1x32"),
-    "gradients only": ("gradients only", None, None, "MXFP8-E4M3-1x32"),
+    "dgrad only": ("dgrad only", None, None, None),  # of GEMMs, not of tensors: MXFP8 of the weight and the gradient
 }
 
 

@@ -29,6 +29,7 @@ from jaxlowprec.layers.watching.watched import watched
 from jaxlowprec.ops.checks import a_sharding, float_array, float_dtype, wider_dtype
 from jaxlowprec.ops.grouped_matmul.groups import LEAST_TOO_LARGE, cut_to_rows
 from jaxlowprec.ops.grouped_matmul.plain import rows_product
+from jaxlowprec.recipes import silence
 from jaxlowprec.recipes.autocast import FROM_CONTEXT, resolve
 from jaxlowprec.recipes.roles import Recipe, Roles
 from jaxlowprec.recipes.sums import IN_FLOAT32
@@ -188,6 +189,7 @@ def prepared_groups(
     shardings = _shardings(x, kernels, bias)
     result = jnp.dtype(dtype), shardings, out_sharding, False, call.precision
     spec = ProductSpec(roles, recipe.backward_override, IN_FLOAT32, recipe.delayed, *result)
+    silence.warn_once(call.who, recipe, silence.of_roles(roles, recipe.backward_override), depth=2)
     product = call.accumulated(Product(kernels, bias, randomness, call.quantized, sizes=sizes))
     used, state = call.used_state(call.quantized if kernels is None else kernels)
     return Prepared(spec, product, (used, _probe(call.who, call.name)), state)

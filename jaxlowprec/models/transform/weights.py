@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from jaxlowprec.arrays.quantized_array import QuantizedArray
 from jaxlowprec.layers.low_rank import LoRAKernel
+from jaxlowprec.layers.subscripts import has_matrices
 from jaxlowprec.ops.checks import FLOATS
 
 # Primitives whose first operand is moved or cut, and nothing else.
@@ -110,11 +111,6 @@ def is_float(aval: Any) -> bool:
 def is_matrix(aval: Any) -> bool:
     """Whether a value can be a weight: a float array, at least two axes of which are longer than 1."""
     return is_float(aval) and has_matrices(aval.shape)
-
-
-def has_matrices(shape: tuple[int, ...]) -> bool:
-    """Whether at least two axes are longer than 1."""
-    return sum(n != 1 for n in shape) > 1
 
 
 def moved(eqn: Any, weights: list[Weight | None]) -> list[Weight | None] | None:

@@ -52,7 +52,7 @@ def dgrad_in_high_precision(recipe, w, dtype):
     """The kernel that it reads; None where dgrad is quantised."""
     if recipe in DECODED:
         return jlp.quantize(w, EVERY[recipe].roles().weight.format, axis=-2).dequantize(dtype)
-    return w.astype(dtype) if recipe in ("high precision backward", "gradients only") else None
+    return w.astype(dtype) if recipe == "high precision backward" else None
 
 
 def summed_dx(recipe, options):
