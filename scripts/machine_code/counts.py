@@ -32,12 +32,20 @@ COLUMNS = Part("columns", 32, (MAXIMA, r"STS\.(?:64|128)"), f"{MAXIMA}|{ENCODING
 TILE = Part("tile", 64, ("LDGSTS", "BAR"), f"LDGSTS|{STORES}")
 SEGMENTS = Part("rows", 32, (r"LDG\.E\.128", STORES), rf"LDG\.E\.128|{MAXIMA}|{ENCODING}|{STORES}")
 
+WHOLE_TILES = Part("tile", 32, ("LDGSTS", "BAR"), rf"LDGSTS|{MAXIMA}|{ENCODING}|{STORES}")
+WHOLE_NVFP4_TILES = Part("tile", 64, ("LDGSTS", "BAR"), f"LDGSTS|{ENCODING}|{STORES}")  # rare blocks have minima, too
+SIXTEENS = Part("rows", 32, (r"LDG\.E\.128", "MUFU"), rf"LDG\.E\.128|{MAXIMA}|MUFU|STG\.E\.(?:64|128)")
+
 # The kernels of 16-bit elements, which training quantises, and their loops from the inside to the outside.
 COUNTED = (
     (r"amax_plain<B?F16>", (Part("pieces", 64, (r"LDG\.E\.128",), r"LDG\.E\.128"),)),
     (r"amax_rotated<B?F16>", (Part("rows", 32, (r"LDG\.E\.CONSTANT",), rf"LDG\.E\.CONSTANT|{MAXIMA}"),)),
     (r"quantize_rows<B?F16, .*>", (SEGMENTS,)),
+    (r"quantize_pow2_rows<.*>", (SEGMENTS,)),
     (r"quantize_tiles<B?F16, .*>", (ROWS, COLUMNS, TILE)),
+    (r"quantize_pow2_tiles<.*>", (WHOLE_TILES,)),
+    (r"quantize_nvfp4_tiles<.*>", (WHOLE_NVFP4_TILES,)),
+    (r"int4_symmetric_rows<([01]), \1, .*>", (SIXTEENS,)),
 )
 
 

@@ -32,8 +32,11 @@ NEEDS = (
     # multiprocessor, its 2.6 bytes 0.07.
     Need(r"quantize_rows<\w+, E2M1, [2-5], .*>", memory_share=1 / 2, in_loop=True, dynamic_shared=640),
     Need("quantize_rows<.*>", in_loop=True, dynamic_shared=640),
+    Need("quantize_pow2_rows<.*>", in_loop=True, dynamic_shared=1),
     Need(r"row_scaled_quantize<\w+, [3-5]>", memory_share=1 / 2, in_loop=True, dynamic_shared=544),
     Need("row_scaled_quantize<.*>", in_loop=True, dynamic_shared=544),
+    # Two tiles of 32 KiB, codes of one, scales and maxima.
+    Need("quantize_(pow2|nvfp4)_tiles<.*>", in_loop=True, dynamic_shared=84 * 1024),
     # A tile of 64 KiB, codes, maxima and tables; of 32 KiB where elements have 16 bits, and two for gradients of two.
     Need(r"quantize_gradient_tiles<\w+, \w+, 2>", in_loop=True, dynamic_shared=86 * 1024),
     Need("quantize_(norm_|activation_|gradient_)?tiles<F32, .*>", in_loop=True, dynamic_shared=86 * 1024),
@@ -47,6 +50,8 @@ NEEDS = (
     Need("hadamard_rows_kernel<.*>", read_share=0.5),
     Need(r"hadamard_columns_kernel<\d, 16, .*>", read_share=0.5),
     Need("hadamard_columns_kernel<.*>", read_share=0.5, dynamic_shared=64 * 1024),
+    Need("int4_symmetric_rows<.*, false>", read_share=0.5, in_loop=True, dynamic_shared=1),
+    Need("int4_symmetric_rows<.*, true>", in_loop=True, dynamic_shared=1),
     Need("int4_rows<.*, false>", read_share=0.5),
     Need("int4_columns<.*, false>", read_share=0.5, dynamic_shared=24 * 1024),
     Need("int4_rows<.*, true>"),

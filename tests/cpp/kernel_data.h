@@ -59,16 +59,21 @@ inline int64_t first_difference(const Buffer& a, const Buffer& b, ElementType ty
 
 // --- numbers
 
-enum class Data { kNormal, kSparse, kWide, kZero, kNaN, kInfinity, kNegativeZero };
+enum class Data { kNormal, kSparse, kWide, kZero, kNaN, kInfinity, kNegativeZero, kAnyBits, kExponents };
 
 /// Ordinary numbers; runs of 16 that are zero, negative zero or subnormal; magnitudes from 2^-120 to 2^120; one NaN or
-/// infinity; nothing but negative zeros.
+/// infinity; nothing but negative zeros; any bits of a bfloat16; runs of 16 below any power of two, subnormal to infinite, with
+/// mantissas about those from which a scale is the next power of two.
 inline void fill_elements(void* x, ElementType type, int64_t first, int64_t count, Data data, std::mt19937& random) {
   std::normal_distribution<float> normal;
   const int range = type == ElementType::kF16 ? 14 : 120;
   const int special = static_cast<int>(random() % count);
+  uint32_t largest = 0;
   for (int64_t i = 0, run = 0, exponent = 0; i < count; ++i) {
-    if (i % 16 == 0) run = random() % 6, exponent = static_cast<int>(random() % (2 * range)) - range;
+    if (i % 16 == 0) {
+      run = random() % 6, exponent = static_cast<int>(random() % (2 * range)) - range;
+      largest = random() % 256;
+    }
     float value = normal(random);
     if (data == Data::kZero) value = i % 3 ? 0.0f : -0.0f;
     if (data == Data::kNegativeZero) value = -0.0f;
@@ -78,6 +83,12 @@ inline void fill_elements(void* x, ElementType type, int64_t first, int64_t coun
       if (run == 1) value = Lanes<float>::from_bits((random() & 0x80000000u) | (random() & 0x007FFFFFu));
       if (run == 2) value = random() % 2 ? value : -0.0f;
       if (run == 3) value = std::ldexp(value, -126);
+    }
+    if (data == Data::kAnyBits) value = Lanes<float>::from_bits(random() & 0xFFFF0000u);
+    if (data == Data::kExponents) {
+      const uint32_t below = random() % 12;
+      const uint32_t mantissa = random() % 2 ? random() % 128 : (random() % 2 ? 0x3Fu : 0x5Fu) + random() % 3;
+      value = Lanes<float>::from_bits((random() & 0x80000000u) | (largest > below ? largest - below : 0u) << 23 | mantissa << 16);
     }
     if (i == special && data == Data::kNaN) value = -std::numeric_limits<float>::quiet_NaN();
     if (i == special && data == Data::kInfinity) value = -std::numeric_limits<float>::infinity();

@@ -110,6 +110,8 @@ constexpr Numbers kNumbers[] = {
     {"infinity, finite amax: one block is poisoned", Data::kInfinity, 1, 3},
     {"wide, any amax", Data::kWide, 1, 3},
     {"subnormal amax", Data::kSparse, 1, 1e-39f},
+    {"any bits", Data::kAnyBits, 1, kFound},
+    {"any exponents", Data::kExponents, 1, kFound},
 };
 
 /// One direction's inputs and expected results.

@@ -17,10 +17,9 @@ std::string given_name(const Int4Matrices& m, ElementType type) {
 }
 
 /// Elements `misalignment` elements into their memory.
-void check_encoding(const Int4Matrices& m, ElementType type, uint32_t seed, int64_t misalignment = 0) {
+void check_given(const Int4Matrices& m, ElementType type, const std::vector<uint8_t>& elements, int64_t misalignment = 0) {
   const check::Given given(given_name(m, type));
   const int64_t count = m.batch * m.size(), size = reference::element_size(type);
-  std::vector<uint8_t> elements = any_elements(type, count + misalignment, seed, seed % 2);
   const uint8_t* from = elements.data() + misalignment * size;
   const reference::Int4Codes expected = reference::quantize(m, from, type);
   const Array<uint8_t> x(elements, "x", Access::kReadOnly);
@@ -40,6 +39,10 @@ void check_encoding(const Int4Matrices& m, ElementType type, uint32_t seed, int6
   CHECK_EQ(result.unwritten(), static_cast<size_t>(misalignment * size));
   const std::vector<uint8_t> decoded = reference::dequantize(m, expected, type);
   CHECK(std::equal(decoded.begin(), decoded.end(), result.data() + misalignment * size));
+}
+
+void check_encoding(const Int4Matrices& m, ElementType type, uint32_t seed, int64_t misalignment = 0) {
+  check_given(m, type, any_elements(type, m.batch * m.size() + misalignment, seed, seed % 2), misalignment);
 }
 
 void check_decoding(const Int4Matrices& m, ElementType type, uint32_t seed, int64_t misalignment = 0) {
@@ -115,8 +118,23 @@ TEST(each_byte_moves_once) {
   }
 }
 
+/// Quotients that are halves, of scales of 1 and of odd mantissas: 1/s is not exact, and on a GPU one unit off.
+TEST(halves_round_to_even) {
+  for (const int64_t group : {32, 64, 128})
+    for (const ElementType deploy : {ElementType::kBF16, ElementType::kF16}) {
+      const Int4Matrices m{1, 32, 512, false, {group, true, deploy}};
+      std::vector<float> x(m.size());
+      for (size_t i = 0; i < x.size(); ++i) {
+        const float steps = i % 32 == 0 ? 7.0f : static_cast<float>(i % 15) - 7.0f + 0.5f;
+        x[i] = (steps > 7.0f ? 7.0f : steps) * (1.0f + static_cast<float>(i / 128) / 128.0f);
+      }
+      check_given(m, ElementType::kF32, std::vector<uint8_t>(reinterpret_cast<uint8_t*>(x.data()),
+                                                             reinterpret_cast<uint8_t*>(x.data() + x.size())));
+    }
+}
+
 TEST(indices_pass_two_to_the_31) {
-  constexpr int64_t kColumns = 4096, kRows = (int64_t{1} << 20) + 8, kEach = 16 * 4 * 128;  // elements of a block
+  constexpr int64_t kColumns = 4096, kRows = (int64_t{1} << 20) + 8, kEach = 16 * 2 * 256;  // elements of a piece
   const Int4Matrices all{1, kRows, kColumns, false, kUsual}, last{1, 2, kColumns, false, kUsual};
   const std::vector<uint8_t> elements = any_elements(ElementType::kBF16, 2 * kColumns, 4);
   const std::vector<uint8_t> expected =
@@ -124,9 +142,11 @@ TEST(indices_pass_two_to_the_31) {
   const Array<uint8_t> x = Array<uint8_t>::zeros(all.size() * 2, "x"), result(all.size() * 2, "result");
   const int64_t first = (all.size() - last.size()) * 2;
   std::memcpy(&x[first], elements.data(), elements.size());
+  const cuda_on_cpu::Device before = cuda_on_cpu::device();
+  cuda_on_cpu::device().multiprocessors = 1 << 20, cuda_on_cpu::device().index = 1;  // a block for each piece
   cuda_on_cpu::options().only_blocks = {dim3(static_cast<unsigned>(all.size() / kEach - 1), 0, 0)};
   CHECK_EQ(cuda::launch(Int4FakeQuantizeProblem{all, x.data(), ElementType::kBF16, result.data()}, nullptr), cudaSuccess);
-  cuda_on_cpu::options().only_blocks = {};
+  cuda_on_cpu::options().only_blocks = {}, cuda_on_cpu::device() = before;
   CHECK(std::equal(expected.begin(), expected.end(), &result[first]));
 }
 

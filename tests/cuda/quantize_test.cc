@@ -56,6 +56,25 @@ TEST(quantize_by_eden_agrees_with_the_reference) { quantize_agrees_with_the_refe
 TEST(quantize_to_nearest_agrees_with_the_reference) { quantize_agrees_with_the_reference(kOtherFormats, 1, false); }
 TEST(quantize_stochastically_agrees_with_the_reference) { quantize_agrees_with_the_reference(kOtherFormats, 1, true); }
 
+/// Whole blocks and tiles of bfloat16 that are aligned have kernels of their own: with every kind of numbers.
+template <size_t N>
+void quantize_whole_tiles_agrees_with_the_reference(const NamedFormat (&formats)[N]) {
+  std::mt19937 random(7);
+  const Shape shape = {128, 256};
+  for (const NamedFormat& format : formats)
+    for (const Mode& mode : kModes)
+      for (const Numbers& numbers : kNumbers) {
+        if (mode.rotate && (format.format.scaling != Scaling::kTwoLevel || format.format.tiles)) continue;
+        const check::Given given(std::string(format.name) + " " + mode.name + ", " + numbers.name);
+        const int64_t size = shape.rows * shape.columns;
+        const Buffer x(2 * size * 2);
+        fill_elements(x.as(), ElementType::kBF16, 0, 2 * size, numbers.data, random);
+        check_quantize(x, 0, shape, ElementType::kBF16, format, mode, false, {&numbers, &numbers}, random);
+      }
+}
+TEST(quantize_whole_tiles_to_nvfp4) { quantize_whole_tiles_agrees_with_the_reference(kNvfp4); }
+TEST(quantize_whole_tiles_to_other_formats) { quantize_whole_tiles_agrees_with_the_reference(kOtherFormats); }
+
 /// The bytes that the headers of quantize_rows.cuh and quantize_tiles.cuh say are read and written.
 TEST(quantize_reads_the_elements_once_and_writes_the_results_once) {
   std::mt19937 random(3);

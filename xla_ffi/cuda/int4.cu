@@ -1,5 +1,5 @@
 #include "int4.cuh"
-#include "launch_blocks.h"
+#include "launch_grid.cuh"
 
 namespace jaxlowprec {
 namespace cuda {
@@ -22,6 +22,13 @@ bool rows_serve(const Int4Matrices& m, int64_t most, const void* elements, const
          aligned(elements, 16) && aligned(data, 4);
 }
 
+/// Whether groups of rows are of 16 elements a thread, which are counted in 32 bits, one grid further too.
+bool symmetric_rows_serve(const Int4Matrices& m, const void* elements, const uint8_t* data) {
+  const int64_t group = m.format.group;
+  return m.format.symmetric && (group == 32 || group == 64 || group == 128) && rows_serve(m, group, elements, data) &&
+         aligned(data, 8) && m.batch * m.size() / 16 <= INT32_MAX;
+}
+
 /// Whether columns are whole groups, and a tile of rows is.
 bool columns_serve(const Int4Matrices& m, const void* elements, const uint8_t* data) {
   const int64_t group = m.format.group;
@@ -37,6 +44,16 @@ cudaError_t launch_tiles(void (*kernel)(Int4Arguments), const Int4Arguments& a, 
 template <ElementType kType, ElementType kDeploy, bool kQuantize>
 cudaError_t launch_encoding(const Int4Arguments& a, cudaStream_t stream) {
   const auto aligned_result = kQuantize || aligned(a.result, 16);
+  if (aligned_result && symmetric_rows_serve(a.m, a.x, a.data)) {
+    const int64_t pieces = divide_up(a.all_elements, 16 * kInt4Threads * kInt4Sixteens), group = a.m.format.group;
+    const auto with_lanes = [&](auto lanes) {
+      return launch_over_pieces<int4_symmetric_rows<kType, kDeploy, decltype(lanes)::value, kQuantize>>(pieces, kInt4Threads,
+                                                                                                         a, stream);
+    };
+    return group == 32   ? with_lanes(std::integral_constant<int, 2>())
+           : group == 64 ? with_lanes(std::integral_constant<int, 4>())
+                         : with_lanes(std::integral_constant<int, 8>());
+  }
   if (aligned_result && rows_serve(a.m, 256, a.x, a.data)) {
     const int64_t each = int64_t{kInt4Threads >> a.lane_shift} * kInt4Steps;
     return launch_blocks(int4_rows<kType, kDeploy, kQuantize>, {divide_up(a.all_groups, each)}, stream, a);

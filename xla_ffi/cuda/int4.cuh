@@ -1,5 +1,6 @@
 // Int4 (int4_qat.md 1.4): elements to their decoded values in one pass, to packed codes, and back.
 //
+//   symmetric rows: a thread takes sixteen elements, in pairs of the deployment dtype; groups of 32, 64 and 128
 //   rows: a thread takes eight elements, a power of two of lanes a group: extremes by shuffles, then each lane its elements
 //   columns: a block takes 128 rows by 64 columns, a thread four rows of eight columns, kept in registers: extremes by
 //     shuffles and shared memory; codes are transposed in shared memory into 64 bytes of each column's line
@@ -8,19 +9,22 @@
 //
 // Bytes moved per element by rows and columns: fake-quantise: read and written once; quantise: read once and half a byte
 // written; dequantise the reverse; with them two bytes (asymmetric: three) a group. Accesses of elements are of 16 bytes.
-// Launch: blocks of 256 threads. Rows: 256 / lanes * kInt4Steps groups a block.
+// Launch: blocks of 256 threads. Rows: 256 / lanes * kInt4Steps groups a block; symmetric rows: as many as the
+// device holds at once, which share pieces of 256 * kInt4Sixteens sixteens.
 #pragma once
 
 #include <type_traits>
 
 #include "../numerics/int4.h"
+#include "quantize/tile_elements.cuh"
 #include "vectors.cuh"
 
 namespace jaxlowprec {
 namespace cuda {
 
 constexpr int kInt4Threads = 256;
-constexpr int kInt4Steps = 4;  // groups in flight a thread
+constexpr int kInt4Steps = 4;      // groups in flight a thread
+constexpr int kInt4Sixteens = 2;   // of symmetric rows
 constexpr int kInt4TileRows = 128, kInt4TileColumns = 64;
 
 struct Int4Arguments {
@@ -160,6 +164,25 @@ JLP_DEVICE void store_result(void* to, int64_t index, const float (&v)[8], uint3
   for (int i = 0; i < kWords; i += 4) pieces[i / 4] = make_uint4(words[i], words[i + 1], words[i + 2], words[i + 3]);
 }
 
+/// Eight of one group. `bad`: all of them are NaN.
+template <ElementType kResult, ElementType kDeploy>
+JLP_DEVICE void store_result_of_group(void* to, int64_t index, const float (&v)[8], bool bad) {
+  constexpr int kWords = 8 / kPerWord<kResult>;
+  constexpr uint32_t kNaN = kResult == ElementType::kF32 ? kNaNBits : Int4Deploy<kResult>::kNaN * 0x10001u;
+  uint32_t words[kWords];
+#pragma unroll
+  for (int i = 0; i < 8; i += 2) {
+    float two[2] = {v[i], v[i + 1]};
+    if constexpr (kResult != kDeploy) round_two<kDeploy>(two);
+#pragma unroll
+    for (int k = 0; k < 2; k += kPerWord<kResult>) words[(i + k) / kPerWord<kResult>] = narrow<kResult>(&two[k]);
+  }
+  auto* pieces = reinterpret_cast<uint4*>(static_cast<uint8_t*>(to) + index * kElementBytes<kResult>);
+#pragma unroll
+  for (int i = 0; i < kWords; i += 4)
+    pieces[i / 4] = bad ? make_uint4(kNaN, kNaN, kNaN, kNaN) : make_uint4(words[i], words[i + 1], words[i + 2], words[i + 3]);
+}
+
 template <ElementType kResult, ElementType kDeploy>
 JLP_DEVICE void store_one_result(void* to, int64_t index, float value, bool bad) {
   uint32_t words[2];
@@ -173,6 +196,85 @@ JLP_DEVICE void store_one_result(void* to, int64_t index, float value, bool bad)
 /// The decoded value, before it is rounded.
 JLP_DEVICE float fake_of(float x, const Int4Group<float>& g) {
   return (int4_steps<float, false>(x, g) - kInt4Integers) * g.scale;
+}
+
+// --- symmetric rows
+
+/// Sixteen elements as pairs of the deployment dtype.
+template <ElementType kType, ElementType kDeploy>
+JLP_DEVICE void deployed_pairs(const Int4Eight<kType> (&eights)[2], uint32_t (&words)[8]) {
+#pragma unroll
+  for (int i = 0; i < 16; i += 2) {
+    const Int4Eight<kType>& eight = eights[i / 8];
+    if constexpr (kType == kDeploy) {
+      words[i / 2] = eight.words[i % 8 / 2];
+    } else {
+      float two[2];
+#pragma unroll
+      for (int k = 0; k < 2; k += kPerWord<kType>) widen<kType>(eight.words[(i % 8 + k) / kPerWord<kType>], &two[k]);
+      words[i / 2] = narrow<kDeploy>(two);
+    }
+  }
+}
+
+/// Sixteens `first`, first + 256, ... of a thread: codes if kQuantize, else decoded values. A group is 16 * kLanes elements.
+template <ElementType kType, ElementType kDeploy, int kLanes, bool kQuantize>
+JLP_DEVICE void int4_symmetric_sixteens(const Int4Arguments& a, uint32_t first, uint32_t sixteens) {
+  using Pair = std::conditional_t<kDeploy == ElementType::kF16, F16, BF16>;
+  Int4Eight<kType> eights[kInt4Sixteens][2] = {};
+#pragma unroll
+  for (int step = 0; step < kInt4Sixteens; ++step) {
+    const uint32_t at = first + step * kInt4Threads;
+    if (at >= sixteens) continue;
+    eights[step][0] = load_eight<kType>(a.x, int64_t{at} * 16);
+    eights[step][1] = load_eight<kType>(a.x, int64_t{at} * 16 + 8);
+  }
+#pragma unroll
+  for (int step = 0; step < kInt4Sixteens; ++step) {
+    const uint32_t at = first + step * kInt4Threads;
+    uint32_t words[8];
+    deployed_pairs<kType, kDeploy>(eights[step], words);
+    uint32_t amax = magnitude_bits<Pair>(words);
+#pragma unroll
+    for (int distance = 1; distance < kLanes; distance *= 2) amax = max(amax, __shfl_xor_sync(0xFFFFFFFFu, amax, distance));
+    if (at >= sixteens) continue;
+    const float step_and_zero[2] = {fmaxf(as_float(amax) * (1.0f / 7.0f), kInt4LeastScale), 0.0f};
+    const uint32_t stored = narrow<kDeploy>(step_and_zero);
+    const bool bad = amax >= kInfinityBits || stored >= Pair::kInfinity >> 16;
+    const float scale = Pair::low(stored), inverse = near_reciprocal(scale);
+    const auto value = [&](int i) { return i % 2 ? Pair::high(words[i / 2]) : Pair::low(words[i / 2]); };
+    if constexpr (kQuantize) {
+      uint32_t codes[2] = {};
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+#pragma unroll
+        for (int i = 7; i >= 0; --i)
+          codes[h] = codes[h] * 16u + as_bits(int4_nearest(value(8 * h + i), inverse, static_cast<int>(kInt4Middle)));
+        codes[h] = bad ? kInt4Middle * 0x11111111u : codes[h] - kInt4IntegersBits * 0x11111111u;
+      }
+      reinterpret_cast<uint2*>(a.data)[at] = make_uint2(codes[0], codes[1]);
+      if (threadIdx.x % kLanes == 0)
+        a.scale[at / kLanes] = static_cast<uint16_t>(bad ? Int4Deploy<kDeploy>::kNaN : stored);
+    } else {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        float v[8];
+#pragma unroll
+        for (int i = 0; i < 8; ++i) v[i] = (int4_nearest(value(8 * h + i), inverse) - kInt4Integers) * scale;
+        store_result_of_group<kType, kDeploy>(a.result, int64_t{at} * 16 + 8 * h, v, bad);
+      }
+    }
+  }
+}
+
+template <ElementType kType, ElementType kDeploy, int kLanes, bool kQuantize>
+static __global__ void __launch_bounds__(kInt4Threads, kType == ElementType::kF32 ? 4 : 5)
+    int4_symmetric_rows(const Int4Arguments a) {
+  constexpr uint32_t kPiece = kInt4Threads * kInt4Sixteens;
+  const uint32_t sixteens = static_cast<uint32_t>(a.all_groups) * kLanes;
+#pragma unroll 1
+  for (uint32_t first = blockIdx.x * kPiece + threadIdx.x; first - threadIdx.x < sixteens; first += gridDim.x * kPiece)
+    int4_symmetric_sixteens<kType, kDeploy, kLanes, kQuantize>(a, first, sixteens);
 }
 
 // --- rows
@@ -209,7 +311,7 @@ static __global__ void __launch_bounds__(kInt4Threads) int4_rows(const Int4Argum
     } else {
 #pragma unroll
       for (int i = 0; i < 8; ++i) v[i] = fake_of(v[i], g);
-      store_result<kType, kDeploy>(a.result, at, v, g.scale != g.scale ? 0xFFu : 0u);
+      store_result_of_group<kType, kDeploy>(a.result, at, v, g.scale != g.scale);
     }
   }
 }
@@ -237,7 +339,7 @@ static __global__ void __launch_bounds__(kInt4Threads) int4_decode_rows(const In
 #pragma unroll
     for (int i = 0; i < 8; ++i)
       v[i] = static_cast<float>(static_cast<int>((codes[step] >> (4 * i)) & 15u) - static_cast<int>(zeros[step])) * scale;
-    store_result<kResult, kDeploy>(a.result, at * 8, v, scale != scale ? 0xFFu : 0u);
+    store_result_of_group<kResult, kDeploy>(a.result, at * 8, v, scale != scale);
   }
 }
 

@@ -111,6 +111,20 @@ JLP_DEVICE uint32_t f16x2_of_float8x2_hardware(uint32_t two) {
 #endif
 }
 
+/// (x & mask) | bits in one instruction: with two constants the compiler takes two.
+JLP_DEVICE uint32_t and_or(uint32_t x, uint32_t mask, uint32_t bits) {
+  uint32_t y;
+  asm("lop3.b32 %0, %1, %2, %3, 0xEA;" : "=r"(y) : "r"(x), "r"(mask), "r"(bits));
+  return y;
+}
+
+/// 1 / x for a normal x, to within one unit in the last place.
+JLP_DEVICE float near_reciprocal(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
 /// The same number, which the compiler then keeps instead of computing it again wherever it is used.
 JLP_DEVICE uint32_t kept(uint32_t x) {
   asm("" : "+r"(x));
@@ -203,6 +217,13 @@ template <class Code>
 JLP_DEVICE uint32_t f16x2_of_float8x2_hardware(uint32_t two) {
   const auto half = [](uint32_t code) { return f16_encode(float8_decode<Code, float>(code & 0xFFu)); };
   return half(two) | half(two >> 8) << 16;
+}
+
+JLP_DEVICE uint32_t and_or(uint32_t x, uint32_t mask, uint32_t bits) { return (x & mask) | bits; }
+/// One unit off, up or down: callers have to be right with either.
+JLP_DEVICE float near_reciprocal(float x) {
+  const uint32_t bits = Lanes<float>::bits(1.0f / x);
+  return Lanes<float>::from_bits(bits + (bits & 2u) - 1u);
 }
 
 JLP_DEVICE uint32_t kept(uint32_t x) { return x; }

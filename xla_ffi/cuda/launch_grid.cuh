@@ -95,16 +95,34 @@ cudaError_t resident_blocks(int device, int threads, int& blocks) {
   return cudaSuccess;
 }
 
-/// Launches a kernel with `arguments`, whose `tiles` are counted.
-template <auto kKernel, class Shared, class Arguments>
-cudaError_t launch_over_tiles(int threads, Arguments arguments, cudaStream_t stream) {
+/// The grid of a kernel whose blocks share so many tiles, on the current device.
+template <auto kKernel, class Shared>
+cudaError_t grid_over(uint32_t tiles, int threads, uint32_t& grid) {
   int device = 0, multiprocessors = 0, resident = 0;
   cudaError_t error = cudaGetDevice(&device);
   if (error == cudaSuccess) error = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
   if (error == cudaSuccess) error = resident_blocks<kKernel, Shared>(device, threads, resident);
-  if (error != cudaSuccess) return error;
+  if (error == cudaSuccess) grid = even_grid(tiles, static_cast<uint32_t>(multiprocessors), static_cast<uint32_t>(resident));
+  return error;
+}
+
+/// Launches a kernel without shared memory of its own whose block b takes pieces b, b + grid, ... of so many.
+template <auto kKernel, class Arguments>
+cudaError_t launch_over_pieces(int64_t pieces, int threads, const Arguments& arguments, cudaStream_t stream) {
+  struct Nothing {};
+  uint32_t grid = 0;
+  if (pieces > INT32_MAX) return cudaErrorInvalidValue;
+  const cudaError_t error = grid_over<kKernel, Nothing>(static_cast<uint32_t>(pieces), threads, grid);
+  return error == cudaSuccess ? launch_allowed(kKernel, {grid, 1, 1, threads}, stream, arguments) : error;
+}
+
+/// Launches a kernel with `arguments`, whose `tiles` are counted.
+template <auto kKernel, class Shared, class Arguments>
+cudaError_t launch_over_tiles(int threads, Arguments arguments, cudaStream_t stream) {
   Tiles& tiles = arguments.tiles;
-  const uint32_t grid = even_grid(tiles.total(), static_cast<uint32_t>(multiprocessors), static_cast<uint32_t>(resident));
+  uint32_t grid = 0;
+  const cudaError_t error = grid_over<kKernel, Shared>(tiles.total(), threads, grid);
+  if (error != cudaSuccess) return error;
   const uint32_t down = grid / tiles.count.across;
   tiles.step = {down / tiles.count.down, down % tiles.count.down, grid % tiles.count.across};
   return launch_allowed(kKernel, {grid, 1, 1, threads, sizeof(Shared)}, stream, arguments);

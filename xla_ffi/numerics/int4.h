@@ -2,9 +2,9 @@
 // (int4_qat.md 1.2 and 1.4). Elements are numbers of the deployment dtype, held as float32.
 //
 // Rounding x / s needs no division an element: t = x * (1/s) + 192 is a multiple of 2^-16. An exact half k + 1/2 is one and
-// is restored from the product's error of 2^-20 at most; any other quotient of two 11-bit numbers below 16 is 2^-13 or more
-// away from a half. So t rounds as the exact quotient does, ties to even, whether the product was rounded on its own or
-// fused.
+// is restored from the product's error of 2^-20 at most, or 2^-19 where 1/s is off by a unit in its last place; any other
+// quotient of two 11-bit numbers below 16 is 2^-13 or more away from a half. So t rounds as the exact quotient does, ties to
+// even, whether the product was rounded on its own or fused.
 #pragma once
 
 #include "float16.h"
@@ -16,6 +16,7 @@ constexpr float kInt4LeastScale = 1e-5f;
 constexpr uint32_t kInt4Middle = 8;           // the code of zero of symmetric groups
 constexpr float kInt4Largest = 15.0f;         // of the codes
 constexpr float kInt4Integers = 12582912.0f;  // from here on to 2^24 float32 numbers are integers: its low bits are theirs
+constexpr uint32_t kInt4IntegersBits = 0x4B400000u;
 
 /// The deployment dtypes. `finite_bits` and `decode` are of numbers that are not NaN.
 struct Int4BF16 {

@@ -51,7 +51,13 @@ struct Lanes<float> {
     return (x + kMagic) - kMagic;
   }
   /// a * b + c where the caller knows a * b to be exact, so that fusing it changes nothing.
-  JLP_RULE float multiply_add_exact(float a, float b, float c) { return a * b + c; }
+  JLP_RULE float multiply_add_exact(float a, float b, float c) {
+#if defined(__CUDA_ARCH__)
+    return __fmaf_rn(a, b, c);
+#else
+    return a * b + c;
+#endif
+  }
   /// x * y, with an x that is zero (of either sign, or subnormal) made +0; a product that underflows keeps its sign.
   JLP_RULE float scaled(float x, float y) { return (flush(x) + 0.0f) * y; }
   JLP_RULE uint32_t truncate(float x) { return static_cast<uint32_t>(static_cast<int32_t>(x)); }  // |x| < 2^31

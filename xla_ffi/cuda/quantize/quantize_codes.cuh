@@ -26,11 +26,24 @@ JLP_DEVICE uint32_t e2m1_nearest_bits(float a) {
       __vimin3_s32(static_cast<int>(as_bits(small)), static_cast<int>(as_bits(middle)), static_cast<int>(as_bits(large))));
 }
 
-/// Bits 3, 7, ... of elements 8 * half to 8 * half + 7 that are negative and not zero.
+/// `codes`, and the signs of eight 16-bit elements in four words at bits 3, 7, ...: even elements' and odd ones' are gathered.
+JLP_DEVICE uint32_t with_signs(uint32_t codes, const uint32_t* words) {
+  const uint32_t first = __byte_perm(words[0], words[1], 0x7351), second = __byte_perm(words[2], words[3], 0x7351);
+  const uint32_t even = __byte_perm(first, second, 0x5410), odd = __byte_perm(first, second, 0x7632);
+  return and_or(odd, 0x80808080u, and_or(even >> 4, 0x08080808u, codes));
+}
+
+/// The signs of four words, rows r to r + 3 of two columns of 16-bit elements, at bits 3, 7, ... of the columns' halves.
+JLP_DEVICE uint32_t signs_of_four(const uint32_t* words) {
+  return and_or(words[0] >> 12, 0x00080008u,
+                and_or(words[1] >> 8, 0x00800080u, and_or(words[2] >> 4, 0x08000800u, words[3] & 0x80008000u)));
+}
+
+/// `codes`, and bits 3, 7, ... of elements 8 * half to 8 * half + 7 that are negative and not zero.
 template <class E>
-JLP_DEVICE uint32_t nibble_signs(const Sixteen<E>& sixteen, int half) {
+JLP_DEVICE uint32_t with_signs(uint32_t codes, const Sixteen<E>& sixteen, int half) {
   if constexpr (E::kBytes == 4) {
-    uint32_t signs = 0;
+    uint32_t signs = codes;
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
       const float x = __fadd_rn(as_float(sixteen.words[8 * half + i]), 0.0f);  // -0, and what is subnormal, become +0
@@ -39,10 +52,8 @@ JLP_DEVICE uint32_t nibble_signs(const Sixteen<E>& sixteen, int half) {
     return signs;
   } else {
     const uint32_t* words = sixteen.words + 4 * half;
-    const uint32_t first = __byte_perm(E::negative(words[0]), E::negative(words[1]), 0x7351);   // even, even, odd, odd
-    const uint32_t second = __byte_perm(E::negative(words[2]), E::negative(words[3]), 0x7351);  // elements' signs
-    const uint32_t even = __byte_perm(first, second, 0x5410), odd = __byte_perm(first, second, 0x7632);
-    return ((even >> 4) & 0x08080808u) | (odd & 0x80808080u);
+    const uint32_t negative[4] = {E::negative(words[0]), E::negative(words[1]), E::negative(words[2]), E::negative(words[3])};
+    return with_signs(codes, negative);
   }
 }
 
@@ -93,14 +104,14 @@ JLP_DEVICE uint32_t encode_e2m1(const Sixteen<E>& sixteen, int half, float encod
       const float a = magnitude(i);
       codes = (codes << 4) + e2m1_nearest_bits(kSaturate ? fminf(a, kE2M1Max) : a);
     }
-    return (codes - kE2M1MagicBits * 0x11111111u) | nibble_signs(sixteen, half);
+    return with_signs(codes - kE2M1MagicBits * 0x11111111u, sixteen, half);
   } else {
     const StochasticAddend<E2M1> addend;
     uint32_t v[8];
 #pragma unroll
     for (int i = 0; i < 8; ++i) v[i] = stochastic_top_byte<E2M1>(magnitude(i), addend, random[2 * half + i / 4], i % 4);
     const uint32_t even = top_bytes(v[0], v[2], v[4], v[6]), odd = top_bytes(v[1], v[3], v[5], v[7]);
-    return (even + (odd << 4)) | nibble_signs(sixteen, half);
+    return with_signs(even + (odd << 4), sixteen, half);
   }
 }
 

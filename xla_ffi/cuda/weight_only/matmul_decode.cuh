@@ -159,7 +159,7 @@ JLP_DEVICE uint32_t decode_pair(uint32_t codes, uint32_t scale, uint32_t offset)
   if constexpr (kWeight == WeightType::kNvfp4) {
     return multiply_bf16x2(e2m1_pair<i>(codes), scale);
   } else {
-    const uint32_t plus128 = ((codes >> (4 * i)) & 0x000F000Fu) | 0x43004300u;  // 128 + code: the mantissa's steps are 1
+    const uint32_t plus128 = and_or(codes >> (4 * i), 0x000F000Fu, 0x43004300u);  // 128 + code: the mantissa's steps are 1
     return multiply_bf16x2(multiply_add_bf16x2(plus128, 0x3F803F80u, offset), scale);
   }
 }

@@ -1,0 +1,201 @@
+// Quantisation of bfloat16 to NVFP4 along columns, rotated or not, and rows too if that is wanted: 1x16, to nearest, matrices of
+// whole tiles of 128 x 128. Scales of 24 bits are not exact in bfloat16, so codes are made of float32.
+//
+// A thread takes 64 elements in each direction: rows as quantize_tiles.cuh; columns that are not rotated in pairs, of which
+// maxima, signs and scales are computed together. Elements that saturate, or whose block is poisoned, are rare: they are first
+// replaced by what has the right code.
+//
+// Bytes moved per element: 2 read; for each direction 1/2 written and the scales: 1/16. Launch: blocks of 256 threads, as many
+// as the device holds at once, each going through tiles from the matrices' end.
+#pragma once
+
+#include "quantize_scales.cuh"
+#include "rotate.cuh"
+#include "tiles_ahead.cuh"
+
+namespace jaxlowprec {
+namespace cuda {
+
+constexpr int kNvfp4TileThreads = 256;
+constexpr int kNvfp4TileBlocks = 2;  // of a multiprocessor
+
+struct Nvfp4TilesShared {
+  TileBuffers tiles;
+  PackedColumns codes;
+  alignas(8) uint8_t column_scales[kTile][kTileSixteens];
+  Matrix<Scales::kTwoLevel> matrices[2];
+  EncodeTable tables[2];
+};
+
+/// Of rows, whose neighbouring sixteens then meet no bank twice.
+struct Nvfp4Place {
+  JLP_DEVICE int chunk(int, int chunk) { return chunk ^ (chunk >> 3); }
+};
+
+/// A matrix and its table in one direction.
+struct Nvfp4Quantizer {
+  const Matrix<Scales::kTwoLevel> matrix;
+  const EncodeTable& table;
+
+  /// Whether codes of a block must be limited, or it has none.
+  __device__ __forceinline__ bool is_rare(uint32_t amax, float encode) const {
+    return !(__fmul_rn(as_float(amax), encode) < 7.0f) || amax >= matrix.poison_from;
+  }
+  /// The largest magnitude, as bfloat16, that elements of a rare block are given: its code is that of 6, or of 0 if the block is
+  /// poisoned.
+  __device__ __forceinline__ uint32_t most(uint32_t amax, float encode) const {
+    return amax >= matrix.poison_from || encode != encode ? 0u : as_bits(__fdiv_rn(kE2M1Max, encode)) >> 16;
+  }
+
+  /// The bytes of the scales of two blocks.
+  __device__ __forceinline__ uint32_t scale_bytes(uint32_t first, uint32_t second) const {
+    const float exact[2] = {__fmul_rn(as_float(first), matrix.multiplier), __fmul_rn(as_float(second), matrix.multiplier)};
+    if constexpr (kHasFloat8Conversion<E4M3>)
+      return float8x2_hardware<E4M3>(exact[0], exact[1]) & 0x7F7Fu;
+    else
+      return float8_encode_magnitude<E4M3>(fminf(exact[0], kMaxFinite)) |
+             float8_encode_magnitude<E4M3>(fminf(exact[1], kMaxFinite)) << 8;
+  }
+
+  /// A sixteen's codes, and its scale's byte.
+  __device__ __forceinline__ uint32_t sixteen(Sixteen<BF16> x, uint2& codes) const {
+    const uint32_t amax = magnitude_bits<BF16>(x.words);
+    uint32_t byte = scale_bytes(amax, 0u);
+    float encode = table[byte];
+    if (is_rare(amax, encode)) {
+      if (amax >= matrix.poison_from) byte = kFloat8NaN;
+      const uint32_t limit = most(amax, encode) * 0x00010001u;
+#pragma unroll
+      for (uint32_t& word : x.words) {
+        const uint32_t m = __vminu2(word & 0x7FFF7FFFu, limit);
+        word = limit == 0 ? 0u : m | (word & 0x80008000u);
+      }
+      if (limit == 0) encode = 0.0f;
+    }
+    const uint32_t random[4] = {};
+    codes = {encode_e2m1<false, false>(x, 0, encode, random), encode_e2m1<false, false>(x, 1, encode, random)};
+    return byte;
+  }
+
+  /// The codes of 16 rows of a pair of columns, and their scales' bytes.
+  __device__ __forceinline__ uint32_t pair(uint32_t (&w)[16], uint2 (&codes)[2]) const {
+    uint32_t signs[4], most_of_two = 0;
+#pragma unroll
+    for (int r = 0; r < 16; r += 4) {
+      const uint32_t z[4] = {negative_bf16x2(w[r]), negative_bf16x2(w[r + 1]), negative_bf16x2(w[r + 2]),
+                             negative_bf16x2(w[r + 3])};
+      signs[r / 4] = signs_of_four(z);
+    }
+#pragma unroll
+    for (uint32_t& word : w) word &= 0x7FFF7FFFu;
+#pragma unroll
+    for (int r = 0; r < 16; r += 2) most_of_two = __vimax3_u16x2(most_of_two, w[r], w[r + 1]);
+    const uint32_t amax[2] = {most_of_two << 16, most_of_two & 0xFFFF0000u};
+    uint32_t bytes = scale_bytes(amax[0], amax[1]);
+    float encode[2] = {table[bytes & 0xFFu], table[bytes >> 8]};
+    const bool rare[2] = {is_rare(amax[0], encode[0]), is_rare(amax[1], encode[1])};
+    if (rare[0] || rare[1]) {
+      uint32_t limits = 0;
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        const uint32_t limit = rare[c] ? most(amax[c], encode[c]) : 0x7F7Fu;
+        limits |= limit << (16 * c);
+        if (limit == 0) encode[c] = 0.0f;
+        if (amax[c] < matrix.poison_from) continue;
+        bytes |= kFloat8NaN << (8 * c);
+#pragma unroll
+        for (uint32_t& sign : signs) sign &= c ? 0xFFFFu : 0xFFFF0000u;
+      }
+#pragma unroll
+      for (uint32_t& word : w) word = __vminu2(word, limits);
+    }
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      uint32_t of[2] = {};
+#pragma unroll
+      for (int r = 7; r >= 0; --r) {
+        const uint32_t word = w[8 * half + r];
+        of[0] = of[0] * 16u + e2m1_nearest_bits(__fmul_rn(BF16::low(word), encode[0]));
+        of[1] = of[1] * 16u + e2m1_nearest_bits(__fmul_rn(BF16::high(word), encode[1]));
+      }
+      constexpr uint32_t kBias = kE2M1MagicBits * 0x11111111u;
+      const uint32_t even = of[0] - kBias + __byte_perm(signs[2 * half], signs[2 * half + 1], 0x5410);
+      const uint32_t odd = of[1] - kBias + __byte_perm(signs[2 * half], signs[2 * half + 1], 0x7632);
+      (half ? codes[0].y : codes[0].x) = even, (half ? codes[1].y : codes[1].x) = odd;
+    }
+    return bytes;
+  }
+};
+
+/// kRotate: the columns.
+template <bool kRotate>
+static __global__ void __launch_bounds__(kNvfp4TileThreads, kNvfp4TileBlocks)
+    quantize_nvfp4_tiles(const __grid_constant__ WholeTilesArguments a) {
+  constexpr int kThreads = kNvfp4TileThreads;
+  Nvfp4TilesShared& shared = block_shared<Nvfp4TilesShared>();
+  uint32_t started = ~0u;  // the matrix whose scales are at hand
+  const auto start = [&](const TilePlace& at) {
+    if (at.batch == started) return;
+    started = at.batch;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const WholeDirection& direction = i ? a.columnwise : a.rowwise;
+      if (!direction.data) continue;
+      const auto matrix = Matrix<Scales::kTwoLevel>::of_amax(direction.tensor[at.batch], shared.tables[i]);
+      if (threadIdx.x == 0) shared.matrices[i] = matrix;
+    }
+  };
+  each_tile_ahead<kThreads, Nvfp4Place>(a, shared.tiles, start, [&](const TilePlace& at, const auto& tile) {
+    if (a.rowwise.data) {
+      constexpr int kRows = kThreads / kTileSixteens;
+      const int row = threadIdx.x / kTileSixteens, sixteen = threadIdx.x % kTileSixteens;
+      const int64_t line = static_cast<int64_t>(at.batch) * a.rows + at.down * kTile + row;
+      uint8_t* data = a.rowwise.data + line * a.rowwise.data_row + (at.across * kTileSixteens + sixteen) * 8;
+      uint8_t* scale = a.rowwise.scale + line * a.rowwise.scale_row + at.across * kTileSixteens + sixteen;
+      const Nvfp4Quantizer quantizer = {shared.matrices[0], shared.tables[0]};
+#pragma unroll
+      for (int i = 0; i < kTile / kRows; ++i) {
+        uint2 codes;
+        *scale = static_cast<uint8_t>(quantizer.sixteen(row_sixteen<Nvfp4Place>(tile, row + kRows * i, sixteen), codes));
+        *reinterpret_cast<uint2*>(data) = codes;
+        data += kRows * static_cast<uint32_t>(a.rowwise.data_row), scale += kRows * static_cast<uint32_t>(a.rowwise.scale_row);
+      }
+    }
+    const Nvfp4Quantizer quantizer = {shared.matrices[1], shared.tables[1]};
+#pragma unroll
+    for (int part = 0; part < kUnits; ++part) {
+      const int pair = threadIdx.x % kTilePairs, sixteen = threadIdx.x / kTilePairs + kPairThreads * part;
+      const auto* words = reinterpret_cast<const uint32_t*>(&tile[16 * sixteen][Nvfp4Place::chunk(0, pair / 4)]) + pair % 4;
+      uint32_t w[16];
+      uint2 codes[2];
+#pragma unroll
+      for (int r = 0; r < 16; ++r) w[r] = words[r * (kTile / 2)];
+      uint32_t bytes;
+      if constexpr (kRotate) {
+        flip_signs<BF16>(w, a.sign_mask);
+        bytes = quantizer.sixteen(rotated_sixteen<BF16>(w, 0), codes[0]);
+        bytes |= quantizer.sixteen(rotated_sixteen<BF16>(w, 1), codes[1]) << 8;
+      } else if constexpr (kHasE2M1Conversion) {
+        bytes = quantizer.sixteen(Tile<BF16>::column_sixteen(w, 0), codes[0]);
+        bytes |= quantizer.sixteen(Tile<BF16>::column_sixteen(w, 1), codes[1]) << 8;
+      } else {
+        bytes = quantizer.pair(w, codes);
+      }
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        shared.column_scales[2 * pair + c][sixteen] = static_cast<uint8_t>(bytes >> (8 * c));
+        packed_piece(shared.codes, pair, c, sixteen) = codes[c];
+      }
+    }
+    __syncthreads();
+    store_packed_columns<kThreads>(a, at, shared.codes);
+    if (threadIdx.x < kTile) {
+      const int64_t line = static_cast<int64_t>(at.batch) * a.columns + at.across * kTile + threadIdx.x;
+      *reinterpret_cast<uint2*>(a.columnwise.scale + line * a.columnwise.scale_row + at.down * kTileSixteens) =
+          *reinterpret_cast<const uint2*>(shared.column_scales[threadIdx.x]);
+    }
+  });
+}
+
+}  // namespace cuda
+}  // namespace jaxlowprec

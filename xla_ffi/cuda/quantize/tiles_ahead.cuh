@@ -1,0 +1,95 @@
+// Walking through whole tiles of 128 x 128 bfloat16 with two buffers: while a tile is quantised, the next one is on its way.
+#pragma once
+
+#include "../launch_grid.cuh"
+#include "tile.cuh"
+
+namespace jaxlowprec {
+namespace cuda {
+
+/// Of two tiles, rows of chunks of 8 elements, permuted as the kernel's Place::chunk(row, chunk) says.
+using TileBuffers = uint4[2][kTile][kTile / 8];
+
+/// One direction's results.
+struct WholeDirection {
+  const float* tensor;          // the amaxes of NVFP4
+  uint8_t *data, *scale;        // data null: not wanted
+  int64_t data_row, scale_row;  // bytes of a line
+};
+
+struct WholeTilesArguments {
+  const uint16_t* x;
+  int64_t rows, columns;
+  Tiles tiles;
+  WholeDirection rowwise, columnwise;
+  uint32_t sign_mask;  // of rotated columns
+};
+
+/// Starts copying a tile, if there is one at `at`.
+template <int kThreads, class Place>
+JLP_DEVICE void load_tile(const WholeTilesArguments& a, const TilePlace& at, uint4 (&to)[kTile][kTile / 8]) {
+  constexpr int kChunks = kTile / 8, kRows = kThreads / kChunks;
+  if (at.batch < a.tiles.count.batch) {
+    const int row = threadIdx.x / kChunks, chunk = threadIdx.x % kChunks;
+    const int64_t line = static_cast<int64_t>(at.batch) * a.rows + at.down * kTile + row;
+    const uint16_t* from = a.x + line * a.columns + at.across * kTile + chunk * 8;
+#pragma unroll
+    for (int i = 0; i < kTile / kRows; ++i, from += kRows * static_cast<uint32_t>(a.columns))
+      copy_async16(&to[row + i * kRows][Place::chunk(row, chunk)], from);
+  }
+  copy_async_commit();
+}
+
+/// The block's tiles, from the matrices' end: start(at) before the threads meet, then use(at, tile).
+template <int kThreads, class Place, class Start, class Use>
+JLP_DEVICE void each_tile_ahead(const WholeTilesArguments& a, TileBuffers& buffers, Start start, Use use) {
+  TilePlace at = Tiles::last(a.tiles);
+  int buffer = 0;
+  load_tile<kThreads, Place>(a, at, buffers[0]);
+#pragma unroll 1
+  while (at.batch < a.tiles.count.batch) {
+    const TilePlace next = Tiles::previous(a.tiles, at);
+    load_tile<kThreads, Place>(a, next, buffers[buffer ^ 1]);
+    start(at);
+    copy_async_wait<1>();
+    __syncthreads();
+    use(at, buffers[buffer]);
+    at = next, buffer ^= 1;
+  }
+  copy_async_wait<0>();
+}
+
+/// A thread's sixteen of a row of a tile.
+template <class Place>
+JLP_DEVICE Sixteen<BF16> row_sixteen(const uint4 (&tile)[kTile][kTile / 8], int row, int sixteen) {
+  Sixteen<BF16> x;
+#pragma unroll
+  for (int i = 0; i < 2; ++i) set_piece(x, i, tile[row][Place::chunk(row, 2 * sixteen + i)]);
+  return x;
+}
+
+// --- codes of four bits of columns, gathered in shared memory: 16 rows a piece of 8 bytes
+
+using PackedColumns = uint2[kTile][kTileSixteens];
+
+/// Where piece `piece` of a column lies: the even columns' lines before the odd ones'.
+JLP_DEVICE uint2& packed_piece(PackedColumns& codes, int pair, int odd, int piece) {
+  return codes[kTilePairs * odd + pair][piece ^ (pair / 2 % 8)];
+}
+
+/// All of them to their lines, 16 bytes a thread at a time.
+template <int kThreads>
+JLP_DEVICE void store_packed_columns(const WholeTilesArguments& a, const TilePlace& at, PackedColumns& codes) {
+  const int64_t first = static_cast<int64_t>(at.batch) * a.columns + at.across * kTile;
+#pragma unroll
+  for (int part = 0; part < kTile * 4 / kThreads; ++part) {
+    const int line = threadIdx.x / 4 + kThreads / 4 * part, quarter = threadIdx.x % 4, pair = line % kTilePairs;
+    const uint2 v = packed_piece(codes, pair, line / kTilePairs, 2 * quarter);
+    const uint2 w = packed_piece(codes, pair, line / kTilePairs, 2 * quarter + 1);
+    uint8_t* const to = a.columnwise.data + (first + 2 * pair + line / kTilePairs) * a.columnwise.data_row;
+    *reinterpret_cast<uint4*>(to + at.down * (kTile / 2) + 16 * quarter) = {v.x, v.y, w.x, w.y};
+  }
+}
+
+}  // namespace cuda
+}  // namespace jaxlowprec
