@@ -29,7 +29,8 @@ class Limits:
         underflow: most of the elements that may become zero. Of a normal distribution a tenth does in 4 bits, and of
             gradients, whose magnitudes differ more, a quarter.
         saturation: most of the elements that may be cut off. Scales that are rounded down cut off some hundredths.
-        floor: most of the blocks that may have the smallest scale.
+        floor: most of the blocks that may have the smallest scale. Of gradients with an outlier, as healthy runs have
+            them, up to a third do, and their elements are far too small to matter.
         sqnr: least of a tensor, in decibels.
         gemm_sqnr: least of a GEMM's result, which has the errors of both operands.
         bias: largest magnitude.
@@ -37,16 +38,18 @@ class Limits:
             far above what its operands' errors let expect, as of gradients of rank one early in training, where it says
             nothing of the quantisation: it may fall to as much below that.
         jump: octaves by which the root mean square may change from one record to the next, and stay changed.
+        gradient_fall: the same of a gradient that falls: in the first steps those of all layers do, by 6 to 8 octaves.
     """
 
     underflow: float = 0.4
     saturation: float = 0.1
-    floor: float = 0.02
+    floor: float = 0.5
     sqnr: float = 12.0
     gemm_sqnr: float = 6.0
     bias: float = 0.05
     worse: float = 6.0
     jump: float = 8.0
+    gradient_fall: float = 12.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,10 +153,15 @@ def _jumps(steps: list[int], names: Names, seen: list[Statistics], limits: Limit
 
 def _jump(name: tuple[str, str], seen: list[tuple[int, float]], limits: Limits) -> Iterator[Finding]:
     """The same of one tensor, from its steps and root mean squares."""
+
+    def beyond(after: float, before: float) -> bool:
+        falls = name[1].startswith("gradient") and after < before
+        return abs(math.log2(after / before)) >= (limits.gradient_fall if falls else limits.jump)
+
     for (_, before), (step, after) in reversed(list(itertools.pairwise(seen))):
-        if abs(math.log2(after / before)) < limits.jump:
+        if not beyond(after, before):
             continue
-        if min(abs(math.log2(seen[-1][1] / usual)) for usual in (before, seen[0][1])) >= limits.jump:
+        if all(beyond(seen[-1][1], usual) for usual in (before, seen[0][1])):
             change = f"{'fell' if after < before else 'rose'} by 2^{abs(math.log2(after / before)):.0f}"
             problem = f"its root mean square {change}, to {after:.2g},"
             yield Finding(*name, "rms", float(seen[-1][1]), step, problem, _REMEDIES["jump"])
