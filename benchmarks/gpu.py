@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import json
 import pathlib
-import statistics
 import subprocess
 from collections.abc import Callable
 from typing import Any
@@ -24,8 +23,9 @@ from typing import Any
 import jax
 import sources
 from gpu_file import UNFINISHED, Results
-from gpu_profile import cuda_profiler, device_seconds, kernel_times
+from gpu_profile import cuda_profiler
 from gpu_rows import GROUPS, Bench, Row, rows
+from gpu_trace import Clocks, in_turn, kernel_times
 from timing import RESULTS, Cases, environment
 
 
@@ -50,8 +50,10 @@ def measure(row: Row, bench: Bench, results: Results) -> None:
         make_ours, make_theirs = row.sides(bench)
         measured = Cases()
         ours, theirs = make_ours(), make_theirs()
-        measured.add(row.case, row.against, row.target, ours, theirs, bench.rounds)
-        case = measured.found[0] | of_kernels(row, ours, theirs)
+        with Clocks() as clocks:
+            measured.add(row.case, row.against, row.target, ours, theirs, bench.rounds)
+            case = measured.found[0] | of_kernels(row, ours, theirs)
+        case |= {"clocks": clocks.found} if clocks.found else {}
     except Exception as error:  # the other rows are worth having
         case = name | {"error": f"{type(error).__name__}: {error}"[:500]}
         print(f"{row.case:66} FAILED: {case['error'][:200]}", flush=True)
@@ -60,21 +62,20 @@ def measure(row: Row, bench: Bench, results: Results) -> None:
 
 
 def of_kernels(row: Row, ours: Callable, theirs: Callable) -> dict[str, Any]:
-    """Seconds of both sides' kernels and their ratio, by which rows of single operations are judged.
+    """Seconds of both sides on the device and their ratio: of kernels together, by which rows of single operations are
+    judged, and from a call's first kernel to its last, which shows what several launches cost.
 
-    A host takes longer to start a kernel of some microseconds than a GPU to run it, so the ratio of whole calls says
+    A host may take longer to start a kernel of some microseconds than a GPU to run it, so the ratio of whole calls says
     little of kernels. A training step is judged as a whole.
     """
-    if row.group == "training":
-        return {}
-    sides = {"ours": ours, "theirs": theirs}
-    rounds = [{name: device_seconds(call) for name, call in sides.items()} for _ in range(3)]
-    if not all(all(seconds.values()) for seconds in rounds):
-        return {}
-    seconds = {name: statistics.median(found[name] for found in rounds) for name in sides}
-    ratio = seconds["theirs"] / seconds["ours"]
-    print(f"{'':66} {'kernels alone':46} {ratio:6.2f}x", flush=True)
-    return {"kernel_seconds": seconds, "kernel_ratio": ratio}
+    found = {} if row.group == "training" else in_turn(ours, theirs)
+    case: dict[str, Any] = {}
+    for what, seconds in found.items():
+        name = {"kernels": "kernel", "span": "span"}[what]
+        ratio = seconds["theirs"] / seconds["ours"]
+        case |= {f"{name}_seconds": seconds, f"{name}_ratio": ratio}
+        print(f"{'':66} {what:46} {ratio:6.2f}x", flush=True)
+    return case
 
 
 def launch(row: Row, bench: Bench, trace: pathlib.Path | None) -> None:

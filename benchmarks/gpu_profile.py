@@ -21,7 +21,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from gpu_file import identity, load, reached, worst
@@ -61,32 +61,6 @@ def cuda_profiler() -> Iterator[None]:
         yield
     finally:
         driver.cuProfilerStop()
-
-
-def kernel_times(call: Callable[[], Any], calls: int = 1) -> list[dict[str, Any]]:
-    """Launches and mean seconds of each kernel in a number of calls, by JAX's profiler; none where there is no GPU."""
-    import jax
-
-    with tempfile.TemporaryDirectory() as folder:
-        with jax.profiler.trace(folder):
-            jax.block_until_ready([call() for _ in range(calls)])
-        file = next(pathlib.Path(folder).rglob("*.xplane.pb"))
-        data = jax.profiler.ProfileData.from_file(str(file))
-        found = collections.defaultdict(list)
-        for plane in data.planes:
-            if not plane.name.startswith("/device:GPU"):
-                continue
-            for line in plane.lines:
-                for event in line.events if line.name.startswith("Stream") else ():
-                    found[event.name].append(event.duration_ns * 1e-9)
-    kernels = [{"kernel": k, "launches": len(s), "seconds": sum(s) / len(s)} for k, s in found.items()]
-    return sorted(kernels, key=lambda k: -k["seconds"] * k["launches"])
-
-
-def device_seconds(call: Callable[[], Any], calls: int = 3) -> float | None:
-    """What the kernels of a call take together, without the time between them; None where there is no GPU."""
-    kernels = kernel_times(call, calls)
-    return sum(k["launches"] * k["seconds"] for k in kernels) / calls if kernels else None
 
 
 # --- in the process that profiles

@@ -11,12 +11,12 @@ import dataclasses
 import fnmatch
 import functools
 import math
-import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from gpu_trace import kernel_times
 from timing import alternate
 
 import jaxlowprec as jlp
@@ -26,24 +26,29 @@ SHAPES = ((8192, 8192), (16384, 4096))
 FLOAT8_GEMMS = ((8192, 8192, 8192), (4096, 24576, 1536), (4096, 7168, 16384))  # M, N, K
 CUBE = (8192, 8192, 8192)
 FEW_ROWS = (1, 2, 4, 8, 16)
-SUGGESTIONS = 8  # of cuBLASLt's, among which the fastest is looked for
 PARAMETERS = {"layers": 20, "width": 2048, "heads": 16, "context": 1024}  # of the block stack: 1.0e9
 GROUPS = ("training", "few-rows", "gemms", "memory")
 
 # The least ratio of speeds by the device's name. An H200's memory is 1.4 times as fast with the same multiprocessors: a
 # quantiser may spend fewer instructions on an element there before it falls behind a copy.
 EVERYWHERE = {
-    "quantize": 0.85,
-    "quantize, RHT": 0.75,
-    "quantize, RHT, stochastic": 0.55,
+    "rows": 0.9,
+    "both": 0.85,
+    "NVFP4, both": 0.75,
+    "NVFP4, both, RHT": 0.68,
+    "NVFP4, both, RHT, stochastic": 0.53,
     "hadamard": 0.9,
     "few rows": 2.5,
+    "16 rows": 2.3,
     "FP8 block GEMM": 1.5,
-    "FP8 block GEMM, best suggestion": 0.97,
-    "NVFP4 GEMM": 0.9,
-    "training": 1.2,
+    "FP8 block GEMM, a large result": 1.25,
+    "NVFP4 GEMM": 0.945,
+    "MXFP8 GEMM": 0.93,
+    "FP8 block step": 1.25,
+    "MXFP8 step": 0.93,
+    "NVFP4 step": 0.89,
 }
-TARGETS = {"H100": EVERYWHERE, "H200": EVERYWHERE | {"quantize": 0.80}}
+TARGETS = {"H100": EVERYWHERE, "H200": EVERYWHERE | {"NVFP4, both, RHT": 0.62, "NVFP4, both, RHT, stochastic": 0.48}}
 
 
 def targets(device: str) -> dict[str, float]:
@@ -131,7 +136,8 @@ class Copy:
         calls = {name: self.of(nbytes, 2, name) for name in self.ways}
         seconds = alternate(calls, rounds)
         self.fastest = min(seconds, key=lambda name: seconds[name]["median"])
-        self.bandwidth = nbytes * 2 / seconds[self.fastest]["median"]
+        kernels = sum(k["launches"] * k["seconds"] for k in kernel_times(calls[self.fastest]))
+        self.bandwidth = nbytes * 2 / (kernels or seconds[self.fastest]["median"])
         print(f"device copy: {self.bandwidth / 1e9:,.0f} GB/s read and written, by {self.fastest}", flush=True)
 
     def of(self, nbytes: int, count: int, way: str | None = None) -> Callable:
@@ -159,16 +165,17 @@ def memory_rows(target: dict[str, float]) -> Iterator[Row]:
     stochastic = functools.partial(rotated, rounding="stochastic", key=key)
     formats = ((jlp.NVFP4(), 2), (jlp.Float8Block(), 1), (jlp.MXFP8(), 1), (jlp.Float8Tensor(), 2), (jlp.MXFP4(), 1))
     for fmt, reads in formats:
-        ways.append((f"quantize {fmt}, rowwise", "quantize", reads, functools.partial(jlp.quantize, fmt=fmt)))
-        ways.append((f"quantize {fmt}, both", "quantize", reads, functools.partial(jlp.quantize_both, fmt=fmt)))
+        both = "NVFP4, both" if fmt == jlp.NVFP4() else "both"
+        ways.append((f"quantize {fmt}, rowwise", "rows", reads, functools.partial(jlp.quantize, fmt=fmt)))
+        ways.append((f"quantize {fmt}, both", both, reads, functools.partial(jlp.quantize_both, fmt=fmt)))
     ways[2:2] = [
-        ("quantize NVFP4, both, RHT columnwise", "quantize, RHT", 2, rotated),
-        ("quantize NVFP4, both, RHT columnwise, stochastic", "quantize, RHT, stochastic", 2, stochastic),
+        ("quantize NVFP4, both, RHT columnwise", "NVFP4, both, RHT", 2, rotated),
+        ("quantize NVFP4, both, RHT columnwise, stochastic", "NVFP4, both, RHT, stochastic", 2, stochastic),
     ]
     int4, size_128 = jlp.Int4(), functools.partial(jlp.hadamard_transform, size=128, signs=None)
     ways += [
-        ("quantize Int4, rowwise", "quantize", 1, functools.partial(jlp.quantize, fmt=int4)),
-        ("fake_quantize Int4", "quantize", 1, functools.partial(jlp.fake_quantize, fmt=int4)),
+        ("quantize Int4, rowwise", "rows", 1, functools.partial(jlp.quantize, fmt=int4)),
+        ("fake_quantize Int4", "rows", 1, functools.partial(jlp.fake_quantize, fmt=int4)),
         ("hadamard_transform, size 16", "hadamard", 1, jlp.hadamard_transform),
         ("hadamard_transform, size 128", "hadamard", 1, size_128),
     ]
@@ -185,6 +192,8 @@ def memory_rows(target: dict[str, float]) -> Iterator[Row]:
             build = functools.partial(sides, shape=shape, reads=reads, function=made)
             case = f"{name}, {shape[0]}x{shape[1]}"
             yield Row("memory", case, "a copy of as many bytes", target[kind], build)
+    count = 2 * math.prod(SHAPES[0])
+    yield same("memory", "a copy of 256 MiB", lambda bench: bench.copy.of(2 * count // bench.divide**2, 8))
 
 
 # --- GEMMs
@@ -206,6 +215,15 @@ def bf16_matmul(pairs: list, rounds: int) -> Callable:
     return calls[min(seconds, key=lambda name: seconds[name]["median"])]
 
 
+def _matmul(a: jax.Array, w: jax.Array) -> jax.Array:
+    return jnp.matmul(a, w.T)
+
+
+def same(group: str, case: str, call: Callable[[Bench], Callable]) -> Row:
+    """A call against itself: how far a ratio is from 1 by chance."""
+    return Row(group, case, "itself", None, lambda bench: (lambda: call(bench), lambda: call(bench)))
+
+
 def gemm(group: str, name: str, target: float | None, sizes: tuple, formats: tuple) -> Row:
     """A GEMM of operands that are quantised before, against bf16's of the same sizes."""
 
@@ -217,48 +235,6 @@ def gemm(group: str, name: str, target: float | None, sizes: tuple, formats: tup
     return Row(group, f"{name} {'x'.join(map(str, sizes))}", "bf16 jnp.matmul", target, sides)
 
 
-def suggested(name: str, target: float, sizes: tuple, formats: tuple) -> Row:
-    """The same GEMM by cuBLASLt's first suggestion, which is what runs, against the fastest of its suggestions."""
-
-    def sides(bench):
-        quantised = operands(bench, sizes, formats)[1]
-        return lambda: suggestion(quantised, 0), lambda: fastest_suggestion(quantised, SUGGESTIONS)
-
-    against = f"the best of cuBLASLt's {SUGGESTIONS} suggestions"
-    return Row("gemms", f"{name} {'x'.join(map(str, sizes))}", against, target, sides)
-
-
-def suggestion(quantised: list, index: int) -> Callable:
-    """The GEMM by one of the algorithms that cuBLASLt suggests, in a program of its own: a graph keeps what it has."""
-    call = rotating(functools.partial(jlp.scaled_matmul, implementation="ffi"), quantised)
-
-    def run():
-        os.environ["JAXLOWPREC_GEMM_ALGORITHM"] = str(index)
-        try:
-            return jax.block_until_ready(call())
-        finally:
-            del os.environ["JAXLOWPREC_GEMM_ALGORITHM"]
-
-    return run
-
-
-def fastest_suggestion(quantised: list, most: int) -> Callable:
-    """The fastest one; there may be fewer than `most`."""
-    calls: dict[str, Callable] = {}
-    for index in range(most):
-        calls[str(index)] = suggestion(quantised, index)
-        try:
-            calls[str(index)]()
-        except jax.errors.JaxRuntimeError as error:
-            if not index:
-                raise
-            print(f"cuBLASLt has {index} suggestions: {str(error)[:100]}", flush=True)
-            del calls[str(index)]
-            break
-    seconds = alternate(calls, 3)
-    return calls[min(seconds, key=lambda name: seconds[name]["median"])]
-
-
 def few_rows(target: dict[str, float]) -> Iterator[Row]:
     """The GEMMs of inference."""
     for rows in FEW_ROWS:
@@ -268,17 +244,23 @@ def few_rows(target: dict[str, float]) -> Iterator[Row]:
             ("weight-only NVFP4", (None, jlp.NVFP4())),
             ("scaled_matmul NVFP4", (jlp.NVFP4(), jlp.NVFP4())),
         ):
-            yield gemm("few-rows", f"{name}, few rows", target["few rows"], sizes, formats)
+            yield gemm("few-rows", f"{name}, few rows", target["16 rows" if rows == 16 else "few rows"], sizes, formats)
+    whole = (None, None)
+    yield same(
+        "few-rows", "jnp.matmul, few rows", lambda bench: rotating(_matmul, operands(bench, (1, *CUBE[1:]), whole)[0])
+    )
 
 
 def gemms(target: dict[str, float]) -> Iterator[Row]:
     """Large ones."""
     block = (jlp.Float8Block(), jlp.Float8Block(block=(128, 128)))
     for sizes in FLOAT8_GEMMS:
-        yield gemm("gemms", "scaled_matmul FP8 block", target["FP8 block GEMM"], sizes, block)
-        yield suggested("scaled_matmul FP8 block", target["FP8 block GEMM, best suggestion"], sizes, block)
+        large = (
+            ", a large result" if sizes[0] * sizes[1] > 8 * sizes[2] ** 2 else ""
+        )  # its bytes take a sixth of the time
+        yield gemm("gemms", "scaled_matmul FP8 block", target[f"FP8 block GEMM{large}"], sizes, block)
     yield gemm("gemms", "scaled_matmul NVFP4", target["NVFP4 GEMM"], CUBE, (jlp.NVFP4(), jlp.NVFP4((16, 16))))
-    yield gemm("gemms", "scaled_matmul MXFP8", None, CUBE, (jlp.MXFP8(), jlp.MXFP8()))
+    yield gemm("gemms", "scaled_matmul MXFP8", target["MXFP8 GEMM"], CUBE, (jlp.MXFP8(), jlp.MXFP8()))
     yield gemm("gemms", "scaled_matmul FP8 tensor", None, CUBE, (jlp.Float8Tensor(), jlp.Float8Tensor()))
 
 
@@ -300,7 +282,7 @@ def llama_blocks(target: dict[str, float]) -> Iterator[Row]:
         ("NVFP4", jlp.NVFP4BlockScaling()),
     ):
         case = f"a training step of a Llama block, {size.width} wide, {size.batch * size.time} tokens, {name}"
-        reached = target["training"] if name == "FP8 block" else None
+        reached = target[f"{name} step"]
         yield Row("training", case, "plain Flax, bfloat16", reached, functools.partial(sides, recipe=recipe))
 
 
@@ -326,9 +308,9 @@ def block_stacks(target: dict[str, float]) -> Iterator[Row]:
 
         return ours, lambda: Stepper(config, nnx.Linear, batches)
 
-    for name, reached in (("FP8 block", target["training"]), ("NVFP4", None)):
+    for name in ("FP8 block", "NVFP4"):
         case = f"a training step of 1.0e9 parameters, {name}"
-        yield Row("training", case, "plain Flax, bfloat16", reached, functools.partial(sides, recipe=RECIPES[name]))
+        yield Row("training", case, "plain Flax, bfloat16", None, functools.partial(sides, recipe=RECIPES[name]))
 
 
 def rows(device: str) -> list[Row]:

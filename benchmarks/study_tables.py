@@ -109,7 +109,7 @@ def sums_study() -> str:
 def frontier_cost() -> str:
     """What the ways of quantising take on GPUs, in instructions."""
     counted = load("instructions")
-    architectures = ("sm_90a", "sm_100a")
+    architectures = ("sm_90a", "sm_100")
     rows = [("rows to NVFP4", "in", *(f"instructions per element, {architecture}" for architecture in architectures))]
     for name, (where_used, variant) in _WAYS.items():
         counts = counted["kernels"][f"quantize_rows<BF16, E2M1, {variant}>"]

@@ -22,14 +22,17 @@ RESULTS = pathlib.Path(__file__).parent / "results"
 
 
 def alternate(
-    sides: dict[str, Callable[[], Any]], rounds: int = 25, least_seconds: float = 0.002, pause: float = 0.0
+    sides: dict[str, Callable[[], Any]], rounds: int = 25, least_seconds: float | None = None, pause: float = 0.0
 ) -> dict[str, dict[str, float]]:
     """Median and minimum seconds of each side, measured in turn. Short calls are repeated within a measurement.
 
     Arguments:
+        least_seconds: of a measurement. Default: 0.002; on a GPU, for which waiting at the end takes 0.0005, 0.1.
         pause: seconds of rest, and then one call that is not measured, before each measurement: for sides with thread
             pools of their own, whose threads wait busily for a while after a call.
     """
+    if least_seconds is None:
+        least_seconds = 0.1 if jax.default_backend() == "gpu" else 0.002
     repeats = {}
     for name, call in sides.items():
         jax.block_until_ready(call())

@@ -62,18 +62,29 @@ class TestRows:
     def test_targets_by_the_devices_name(self):
         from gpu_rows import rows
 
-        found = {}
+        of = {}
         for device in ("NVIDIA H100 80GB HBM3", "NVIDIA H200", "NVIDIA B200"):
             for r in rows(device):
-                found.setdefault((r.case, r.against), []).append(r.target)
-        of = {name: targets for (name, against), targets in found.items() if "suggestions" not in against}
-        quantisers = [n for n in of if n.split()[0] in ("quantize", "fake_quantize") and "RHT" not in n]
-        assert len(quantisers) == 24
-        assert all(of[n] == [0.85, 0.80, 0.85] for n in quantisers)
-        for part, target in (("RHT columnwise, stoch", 0.55), ("RHT columnwise, 8", 0.75), ("few rows", 2.5)):
-            assert {tuple(of[n]) for n in of if part in n} == {(target,) * 3}
-        assert {tuple(t) for (_, against), t in found.items() if "suggestions" in against} == {(0.97,) * 3}
-        assert of["a training step of a Llama block, 4096 wide, 8192 tokens, FP8 block"] == [1.2] * 3
+                of.setdefault(r.case, []).append(r.target)
+        assert all(len(targets) == 3 for targets in of.values())
+        quantisers = [n for n in of if n.split()[0] in ("quantize", "fake_quantize")]
+        assert len(quantisers) == 28
+        along_rows = [n for n in quantisers if "both" not in n]
+        expected = {
+            n: [0.9] * 3 if n in along_rows else [0.85] * 3 for n in quantisers if "NVFP4" not in n or n in along_rows
+        }
+        for shape in ("8192x8192", "16384x4096"):
+            expected[f"quantize NVFP4 1x16, both, {shape}"] = [0.75] * 3
+            expected[f"quantize NVFP4, both, RHT columnwise, {shape}"] = [0.68, 0.62, 0.68]
+            expected[f"quantize NVFP4, both, RHT columnwise, stochastic, {shape}"] = [0.53, 0.48, 0.53]
+        assert {n: of[n] for n in quantisers} == expected
+        for rows_of_x, target in ((1, 2.5), (8, 2.5), (16, 2.3)):
+            assert of[f"weight-only Int4, few rows {rows_of_x}x8192x8192"] == [target] * 3
+        assert of["scaled_matmul FP8 block 4096x24576x1536"] == [1.25] * 3
+        assert of["a training step of a Llama block, 4096 wide, 8192 tokens, FP8 block"] == [1.25] * 3
+        itself = [r.case for r in rows("NVIDIA H200") if r.against == "itself"]
+        assert len(itself) == 2
+        assert all(of[n] == [None] * 3 for n in itself)
 
     def test_names_are_unique_and_training_and_few_rows_come_first(self):
         from gpu_rows import GROUPS, rows
@@ -115,6 +126,61 @@ class TestRows:
         done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=600, check=False)
         assert done.returncode == 2
         assert "'trainings' is no row's name: needs one of training, few-rows, gemms, memory" in done.stderr
+
+
+class TestTrace:
+    """Two sides in one trace: kernels are given to calls by their order."""
+
+    def events(self, monkeypatch, lost=0):
+        import gpu_trace
+
+        now, traces = [0.0], []
+
+        def call(*durations):
+            for duration in durations:
+                now[0] += 1.0  # between two kernels
+                traces[-1].append(gpu_trace.Event(now[0], duration, "kernel"))
+                now[0] += duration
+
+        def events(run):
+            traces.append([])
+            run()
+            return traces[-1][lost if len(traces) > 2 else 0 :]  # the first two count each side's kernels
+
+        monkeypatch.setattr(gpu_trace, "events", events)
+        monkeypatch.setattr(gpu_trace, "WARM_SECONDS", 0.0)
+        return gpu_trace.in_turn(lambda: call(2.0, 3.0), lambda: call(7.0)), traces
+
+    def test_has_the_kernels_and_the_span_of_each_side(self, monkeypatch):
+        found, traces = self.events(monkeypatch)
+        assert found == {"kernels": {"ours": 5.0, "theirs": 7.0}, "span": {"ours": 6.0, "theirs": 7.0}}
+        durations = [event.duration for event in traces[2]]
+        assert durations[:6] == [2.0, 3.0, 7.0, 7.0, 2.0, 3.0]  # ours, theirs, theirs, ours
+        assert len(durations) == 60
+
+    def test_of_other_kernels_than_expected_is_not_measured(self, monkeypatch, capsys):
+        assert self.events(monkeypatch, lost=1)[0] == {}
+        assert "a trace of 40 calls has 59 kernels, not 60: not measured" in capsys.readouterr().out
+
+    def test_on_a_cpu_has_none(self):
+        from gpu_trace import in_turn
+
+        assert in_turn(lambda: 1, lambda: 2) == {}
+
+    def test_clocks_are_medians_of_what_nvidia_smi_says(self, monkeypatch, tmp_path):
+        from gpu_trace import Clocks
+
+        program = tmp_path / "nvidia-smi"
+        program.write_text("#!/bin/sh\nprintf '1980, 600.5\\n1500, 700.5\\n1965, 650.5\\n'\nexec sleep 60\n")
+        program.chmod(0o755)
+        monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+        with Clocks() as clocks:
+            clocks._process.stdout.readline()  # it has begun
+        assert clocks.found == {"sm_megahertz": 1732.5, "watts": 675.5}
+        monkeypatch.setenv("PATH", str(tmp_path / "nothing"))
+        with Clocks() as clocks:
+            pass
+        assert clocks.found == {}
 
 
 class TestProfile:
