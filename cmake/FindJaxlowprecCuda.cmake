@@ -9,12 +9,12 @@
 #
 # Sets JaxlowprecCuda_FOUND, and _REASON if it is false; _NVCC, _VERSION, _FLAGS, _GENCODE, _INCLUDE_DIRS, _CUDART.
 
-set(JAXLOWPREC_CUDA_ARCHS "80;90a;100a;120a" CACHE STRING "GPU architectures to compile machine code for")
+set(JAXLOWPREC_CUDA_ARCHS "80;90a;100f;120f" CACHE STRING "GPU architectures to compile machine code for")
 set(JAXLOWPREC_CUDA_PTX "90" CACHE STRING "Architecture of the portable code, for GPUs that have no machine code; or empty")
 set(JAXLOWPREC_CUBLAS_INCLUDE "" CACHE PATH "Folder of cublasLt.h; default: looked for")
 option(JAXLOWPREC_CUDA_STRICT "Warnings, register spills and local memory in CUDA code are errors" OFF)
 
-set(jlp_least_cuda 12.9)  # sm_100a, sm_120a; cuBLASLt's scales of FP8 blocks
+set(jlp_least_cuda 12.9)  # sm_100f, sm_120f; cuBLASLt's scales of FP8 blocks
 set(jlp_probe ${CMAKE_CURRENT_LIST_DIR}/probe.cu)
 
 # Every operation rounded on its own and subnormals flushed, as on the CPU (numerics.md 1).

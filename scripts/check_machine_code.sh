@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Whether the GPU kernels' machine code keeps enough bytes in flight (scripts/machine_code): check_machine_code.sh FILE...
-# Files are objects, libraries or wheels with code for sm_90a and sm_100a. Options of scripts/machine_code/check.py may come
-# first: --table, --count, --partial. The two tools that read machine code come from PyPI, 6 MB, into build/cuda_tools.
+# Files are objects, libraries or wheels with code for sm_90a and sm_100f, whose name in them is sm_100. Options of
+# scripts/machine_code/check.py may come first: --table, --count, --partial. The two tools that read machine code come from
+# PyPI, 6 MB, into build/cuda_tools.
 # Half a minute for all kernels; for those that have not changed since, a second.
 set -euo pipefail
 build=$(cd "$(dirname "$0")/.." && pwd)/build

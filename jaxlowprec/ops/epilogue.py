@@ -39,6 +39,11 @@ class Epilogue:
     out_dtype: Any
     out_spec: PartitionSpec | None = None
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether sums are only rounded."""
+        return not self.bias and not self.accumulate and self.activation is None
+
     def operands(self, m: str, n: str) -> list[str]:
         """Its operands in a wiring rule: bias float32 [..., N], accumulate [..., M, N] and the activation's input
         [..., M, N], each where it is given."""

@@ -26,7 +26,7 @@ import in_flight
 import kernels
 import sass
 
-ARCHITECTURES = ("sm_90a", "sm_100a")
+ARCHITECTURES = ("sm_90a", "sm_100")
 
 
 def cubins_of(path: pathlib.Path, folder: pathlib.Path) -> list[pathlib.Path]:

@@ -61,6 +61,8 @@ NEEDS = (
     Need("int4_decode_columns<[01], .*>", read_share=0.5 / 2.5, dynamic_shared=24 * 1024),
     Need("int4_decode_columns<2, .*>", read_share=0.5 / 4.5, dynamic_shared=24 * 1024),
     Need("int4_(decode_)?any<.*>", exempt="for groups of odd sizes and for padded lines: an element at a time"),
+    # Twelve units of a warp's weights in shared memory, or four; x comes from the L2 cache.
+    Need("weight_stream_kernel<.*>", in_loop=True, dynamic_shared=227 * 1024),
     # Weights of 16 columns a warp in registers; x comes from the L2 cache, through shared memory.
     Need("matmul_decode_kernel<., 1, .*>", in_loop=True, dynamic_shared=32 * 1024),
     Need("matmul_decode_kernel<., 2, .*>", in_loop=True, dynamic_shared=64 * 1024),

@@ -143,6 +143,24 @@ TEST(more_than_48_kib_are_allowed_before_the_driver_is_asked) {
   device() = before;
 }
 
+TEST(shared_memory_is_allowed_once_for_each_kernel_and_device) {
+  const cuda_on_cpu::Device before = device();
+  choose_device(2, 0);
+  const int settings = cuda_on_cpu::attribute_settings();
+  WalkArguments a = {};
+  cut(1, 1, 1, a.tiles);
+  a.tiles.step = {1, 0, 0};
+  const auto launch = [&](size_t bytes) { return launch_blocks(asks<4>, {1, 1, 1, 256, bytes}, nullptr, a); };
+  for (const size_t bytes : {size_t{48} << 10, size_t{60} << 10, size_t{50} << 10, size_t{60} << 10})
+    CHECK_EQ(launch(bytes), cudaSuccess);
+  CHECK_EQ(cuda_on_cpu::attribute_settings(), settings + 1);
+  CHECK_EQ(launch(size_t{64} << 10), cudaSuccess);  // more
+  choose_device(2, 0);                              // another device
+  CHECK_EQ(launch(size_t{60} << 10), cudaSuccess);
+  CHECK_EQ(cuda_on_cpu::attribute_settings(), settings + 3);
+  device() = before;
+}
+
 TEST(devices_beyond_those_remembered_are_asked_every_time) {
   const cuda_on_cpu::Device before = device();
   choose_device(132, 4);

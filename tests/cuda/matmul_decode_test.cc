@@ -229,7 +229,7 @@ TEST(blocks_share_a_long_contraction) {
 
 TEST(a_warp_goes_through_many_pieces_of_the_contraction) {
   constexpr int64_t kCopies = 140;  // so many weight rows that blocks need not share the contraction
-  for (Case c : {nvfp4_case(3, 128, 4224), int4_case(16, 128, 3200, 128)}) {
+  for (Case c : {nvfp4_case(3, 128, 4240), int4_case(16, 128, 3232, 32)}) {
     const check::Given given(describe(c));
     Operands o(c, 8);
     for (std::vector<uint8_t>* array : {&o.w, &o.w_scale, &o.zero_point}) {
@@ -289,18 +289,74 @@ TEST(a_row_depends_on_no_other_nor_on_how_many_there_are) {
   }
 }
 
-TEST(the_weight_is_read_once_for_16_rows) {
-  for (const int64_t rows : {1, 8, 16}) {
-    const Case c = nvfp4_case(rows, 128, 1024);
+/// The kernel of weight_stream.cuh, which writes no workspace, as far as that is known of a device: by its shared memory.
+TEST(weights_of_whole_units_take_one_launch) {
+  uint32_t seed = 5000;
+  const auto check = [&](Case c) {
     const check::Given given(describe(c));
-    Device device(Operands(c, 7), 1.0f);
-    device.run(c);
-    CHECK_EQ(device.w.traffic().read, static_cast<uint64_t>(128 * 1024 / 2));
-    CHECK_EQ(device.w_scale.traffic().read, static_cast<uint64_t>(128 * 1024 / 16));
-    CHECK_EQ(device.x.traffic().read, static_cast<uint64_t>(rows * 1024 * 2));
-    CHECK_EQ(device.result->traffic().written, static_cast<uint64_t>(rows * 128 * 4));
-    CHECK_EQ(device.workspace->size(), static_cast<size_t>(4 * rows * 128 * 4));  // four blocks share K
+    const Operands o(c, ++seed);
+    const float alpha = seed % 2 ? 1.0f : 0.37f;
+    std::vector<uint8_t> first;
+    cuda_on_cpu::in_every_order([&] {
+      Device device(o, alpha);
+      const std::vector<uint8_t> result = device.run(c, seed % 2 == 0);
+      CHECK_EQ(device.workspace->traffic().written, 0u);
+      CHECK_EQ(device.w.traffic().read, (c.rows + 15) / 16 * o.w.size());
+      if (first.empty()) first = result, check_bound(c, o, alpha, result, 0, c.columns);
+      CHECK(result == first);
+    });
+  };
+  for (const int64_t rows : {1, 8, 9, 16, 17}) {
+    check(int4_case(rows, 16, 2048, 128));
+    check(nvfp4_case(rows, 48, 2176));
   }
+  for (const int32_t group : {32, 64, 256})
+    for (const bool zero_points : {false, true}) {
+      Case c = int4_case(3, 32, 768, group);
+      c.zero_points = zero_points;
+      check(c);
+    }
+  Case tiles = nvfp4_case(5, 80, 640);
+  tiles.tiles = true;
+  check(tiles);
+  check(int4_case(2, 16, 128 * 17, 32));  // rows of scales that are not whole pieces
+}
+
+/// Blocks of 64, 32 and 16 weight rows, the last of which repeats rows of the one before.
+TEST(blocks_of_any_size_give_the_same_bytes) {
+  const Case narrow = int4_case(4, 112, 256, 128);
+  const Operands o(narrow, 9);
+  const std::vector<uint8_t> expected = Device(o, 0.5f).run(narrow);
+  for (const int64_t copies : {35, 69}) {  // 3920 and 7728 weight rows: blocks of 32 and of 64 rows
+    Operands many = o;
+    for (std::vector<uint8_t>* array : {&many.w, &many.w_scale, &many.zero_point}) {
+      const std::vector<uint8_t> once = *array;
+      for (int64_t i = 1; i < copies; ++i) array->insert(array->end(), once.begin(), once.end());
+    }
+    Case wide = narrow;
+    wide.columns *= copies;
+    const std::vector<uint8_t> result = Device(many, 0.5f).run(wide);
+    for (int64_t row = 0; row < 4; ++row)
+      for (int64_t i = 0; i < copies; ++i)
+        CHECK(std::equal(&expected[row * 112 * 4], &expected[row * 112 * 4] + 112 * 4, &result[(row * copies + i) * 112 * 4]));
+  }
+}
+
+TEST(the_weight_is_read_once_for_16_rows) {
+  for (const int64_t rows : {1, 8, 16})
+    for (const bool streamed : {false, true}) {
+      const int64_t depth = streamed ? 1024 : 1040;
+      const Case c = nvfp4_case(rows, 128, depth);
+      const check::Given given(describe(c));
+      Device device(Operands(c, 7), 1.0f);
+      device.run(c);
+      CHECK_EQ(device.w.traffic().read, static_cast<uint64_t>(128 * depth / 2));
+      CHECK_EQ(device.w_scale.traffic().read, static_cast<uint64_t>(128 * depth / 16));
+      CHECK_EQ(device.x.traffic().read, static_cast<uint64_t>(rows * depth * 2 * (streamed ? 8 : 1)));  // once a block
+      CHECK_EQ(device.result->traffic().written, static_cast<uint64_t>(rows * 128 * 4));
+      const size_t shared = streamed ? 4 : 5;  // blocks share K
+      CHECK_EQ(device.workspace->size(), shared * rows * 128 * 4);
+    }
 }
 
 TEST(what_no_kernel_serves_is_refused) {

@@ -31,10 +31,10 @@ constexpr int kArch = 0;  // the host pass of nvcc
 /// Whether the hardware converts to and from a type of 8-bit codes.
 template <class Code>
 constexpr bool kHasFloat8Conversion = kArch >= 890 && (std::is_same_v<Code, E4M3> || std::is_same_v<Code, E5M2>);
-// Machine code for sm_100a, sm_103a and sm_120a has it; that for sm_100, and portable code, has not.
+// Machine code for the families of sm_100f and sm_120f has it; that for sm_100, and portable code, has not.
 #if defined(JLP_TEST_CUDA_ARCH)
 constexpr bool kHasE2M1Conversion = kArch >= 1000;
-#elif defined(__CUDA_ARCH_FEAT_SM100_ALL) || defined(__CUDA_ARCH_FEAT_SM103_ALL) || defined(__CUDA_ARCH_FEAT_SM120_ALL)
+#elif defined(__CUDA_ARCH_FAMILY_SPECIFIC__)
 #define JLP_HAS_E2M1_CONVERSION
 constexpr bool kHasE2M1Conversion = true;
 #else

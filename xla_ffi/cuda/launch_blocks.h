@@ -4,6 +4,8 @@
 #include <cuda_runtime.h>
 
 #include <cstdint>
+#include <map>
+#include <mutex>
 #include <utility>
 
 namespace jaxlowprec {
@@ -19,11 +21,20 @@ struct Blocks {
   size_t shared_bytes = 0;
 };
 
-/// Lets a kernel have so much shared memory.
-template <class Kernel>
-cudaError_t allow_shared(Kernel kernel, size_t bytes) {
+/// Lets a kernel have so much shared memory. The driver is told once for each kernel and device, and again of more.
+inline cudaError_t allow_shared(const void* kernel, size_t bytes) {
   if (bytes <= 48 * 1024) return cudaSuccess;  // every kernel may have this much without an attribute
-  return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes));
+  static std::mutex mutex;
+  static std::map<std::pair<const void*, int>, size_t> allowed;
+  int device = 0;
+  if (const cudaError_t error = cudaGetDevice(&device); error != cudaSuccess) return error;
+  const std::lock_guard lock(mutex);
+  size_t& most = allowed[{kernel, device}];
+  if (bytes <= most) return cudaSuccess;
+  const cudaError_t error =
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes));
+  if (error == cudaSuccess) most = bytes;
+  return error;
 }
 
 /// Launches a kernel that is allowed its shared memory.
@@ -40,7 +51,7 @@ cudaError_t launch_allowed(void (*kernel)(Parameter...), const Blocks& blocks, c
 
 template <class... Parameter, class... Given>
 cudaError_t launch_blocks(void (*kernel)(Parameter...), const Blocks& blocks, cudaStream_t stream, Given&&... given) {
-  const cudaError_t error = allow_shared(kernel, blocks.shared_bytes);
+  const cudaError_t error = allow_shared(reinterpret_cast<const void*>(kernel), blocks.shared_bytes);
   return error == cudaSuccess ? launch_allowed(kernel, blocks, stream, std::forward<Given>(given)...) : error;
 }
 

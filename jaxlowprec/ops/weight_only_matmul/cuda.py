@@ -36,19 +36,21 @@ def why_not(spec: Any, x: jax.Array, scale: jax.Array) -> str:
 
 
 def matmul(spec: Any, x, data, scale, amax, zero_point, extras) -> list[jax.Array]:
-    """By the kernel, which computes the sums times alpha; XLA applies the rest of the epilogue."""
+    """By the kernel, which computes the sums times alpha and rounds them; XLA applies another epilogue."""
     lead = x.shape[:-1]
     rows = x.reshape(math.prod(lead), x.shape[-1]) if spec.shared else x
     alpha = reference.alpha(scale, amax, spec.format)
+    dtype = spec.epilogue.out_dtype if spec.epilogue.is_plain else jnp.float32
     results = [
-        jax.ShapeDtypeStruct((*rows.shape[:-1], data.shape[-2]), jnp.float32),
+        jax.ShapeDtypeStruct((*rows.shape[:-1], data.shape[-2]), dtype),
         jax.ShapeDtypeStruct((_plan(spec, x, scale)[1],), jnp.uint8),
     ]
     weight = [leaf for leaf in (data, scale, alpha, zero_point) if leaf is not None]
     y, _ = jax.ffi.ffi_call("jaxlowprec_weight_only_matmul", results)(
         rows, *weight, format=spec.format.attributes, asymmetric=spec.format.has_zero_point
     )
-    return spec.epilogue.finish(y.reshape(*lead, y.shape[-1]), extras)
+    y = y.reshape(*lead, y.shape[-1])
+    return [y] if spec.epilogue.is_plain else spec.epilogue.finish(y, extras)
 
 
 def exact_dtype(fmt: Any, x: jax.Array) -> Any:

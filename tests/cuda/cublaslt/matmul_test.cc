@@ -253,7 +253,8 @@ TEST(routes) {
   };
   CHECK(route(nvfp4(), nvfp4(), 17, 90) == Route::kDecoded);
   CHECK(route(nvfp4(), nvfp4(true), 16, 80) == Route::kSmall);
-  CHECK(route(nvfp4(), nvfp4(), 16, 100) == Route::kNVFP4);
+  CHECK(route(nvfp4(), nvfp4(), 16, 100) == Route::kSmall);
+  CHECK(route(nvfp4(), nvfp4(), 17, 100) == Route::kNVFP4);
   CHECK(route(mx(k4), mx(k5), 64, 90) == Route::kDecoded);
   CHECK(route(mx(k4), mx(k5), 64, 120) == Route::kMX);
   CHECK(route(mx(k2), mx(k2), 64, 100) == Route::kDecoded);

@@ -14,7 +14,7 @@ namespace {
 constexpr int kShared = 48 << 10;      // that a block may have without asking
 constexpr int kReservedShared = 1024;  // of every block, for the system
 
-int queries = 0;  // of occupancy
+int queries = 0, settings = 0;  // of occupancy, of shared memory
 
 cudaError_t last_error = cudaSuccess;
 cudaError_t done(cudaError_t error) {
@@ -71,11 +71,13 @@ cudaError_t launch(const cudaLaunchConfig_t& config, const Launch& launch) {
 cudaError_t set_attribute(const void* kernel, cudaFuncAttribute attribute, int value) {
   if (attribute != cudaFuncAttributeMaxDynamicSharedMemorySize) return cudaSuccess;  // a hint
   if (value < 0 || value > device().shared_per_block_limit()) return done(cudaErrorInvalidValue);
+  ++settings;
   shared_limits()[kernel] = value;
   return cudaSuccess;
 }
 
 int occupancy_queries() { return queries; }
+int attribute_settings() { return settings; }
 
 cudaError_t blocks_per_multiprocessor(int* blocks, const void* kernel, int threads, size_t shared_bytes) {
   ++queries;

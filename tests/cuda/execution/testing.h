@@ -25,6 +25,8 @@ Device& device();
 
 /// How many occupancy queries there have been.
 int occupancy_queries();
+/// How often a kernel was allowed shared memory.
+int attribute_settings();
 
 /// Which of the threads that can go on goes on. A right kernel gives the same bytes in every order.
 enum class Order { kForward, kReverse, kRandom };

@@ -63,8 +63,8 @@ inline MatmulRoute matmul_route(const MatmulProblem& p, int capability, std::str
   const bool fast = !p.float32_sums && gemm_type(a.code) && gemm_type(b.code);  // FP8 and FP4 tensor cores are allowed
   switch (a.scaling) {
     case Scaling::kTwoLevel:
-      if (capability >= 100 && fast) return MatmulRoute::kNVFP4;
-      return p.rows <= kSmallRows && !p.accumulate ? MatmulRoute::kSmall : MatmulRoute::kDecoded;
+      if (p.rows <= kSmallRows && !p.accumulate) return MatmulRoute::kSmall;  // bound by the weight's bytes
+      return capability >= 100 && fast ? MatmulRoute::kNVFP4 : MatmulRoute::kDecoded;
     case Scaling::kE8M0:  // cuBLASLt multiplies neither MXFP4 nor MXFP8 by MXFP4
       return capability >= 100 && fast && !a.packed() && !b.packed() ? MatmulRoute::kMX : MatmulRoute::kDecoded;
     case Scaling::kTensor: return capability >= 89 && fast ? MatmulRoute::kTensor : MatmulRoute::kDecoded;

@@ -134,7 +134,7 @@ static __global__ void __launch_bounds__(kNvfp4TileThreads, kNvfp4TileBlocks)
   constexpr int kThreads = kNvfp4TileThreads;
   Nvfp4TilesShared& shared = block_shared<Nvfp4TilesShared>();
   uint32_t started = ~0u;  // the matrix whose scales are at hand
-  const auto start = [&](const TilePlace& at) {
+  const auto start = [&](TilePlace at) {
     if (at.batch == started) return;
     started = at.batch;
 #pragma unroll
@@ -145,7 +145,7 @@ static __global__ void __launch_bounds__(kNvfp4TileThreads, kNvfp4TileBlocks)
       if (threadIdx.x == 0) shared.matrices[i] = matrix;
     }
   };
-  each_tile_ahead<kThreads, Nvfp4Place>(a, shared.tiles, start, [&](const TilePlace& at, const auto& tile) {
+  each_tile_ahead<kThreads, Nvfp4Place>(a, shared.tiles, start, [&](TilePlace at, const auto& tile) {
     if (a.rowwise.data) {
       constexpr int kRows = kThreads / kTileSixteens;
       const int row = threadIdx.x / kTileSixteens, sixteen = threadIdx.x % kTileSixteens;

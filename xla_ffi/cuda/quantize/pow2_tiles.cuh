@@ -172,14 +172,14 @@ template <class Code, int kBlock>
 static __global__ void __launch_bounds__(kPow2TileThreads, kPow2TileBlocks)
     quantize_pow2_tiles(const __grid_constant__ WholeTilesArguments a) {
   Pow2TilesShared<Code>& shared = block_shared<Pow2TilesShared<Code>>();
-  const auto quantize = [&](const TilePlace& at, const uint4(&words)[kTile][kTile / 8]) {
+  const auto quantize = [&](TilePlace at, const uint4(&words)[kTile][kTile / 8]) {
     const Pow2Tile<Code, kBlock> tile = {a, shared, words, at};
     if (a.rowwise.data) tile.rows();
     tile.columns();
     __syncthreads();
     tile.store_columns();
   };
-  each_tile_ahead<kPow2TileThreads, Pow2Place>(a, shared.tiles, [](const TilePlace&) {}, quantize);
+  each_tile_ahead<kPow2TileThreads, Pow2Place>(a, shared.tiles, [](TilePlace) {}, quantize);
 }
 
 }  // namespace cuda

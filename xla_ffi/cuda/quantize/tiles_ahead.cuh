@@ -27,7 +27,7 @@ struct WholeTilesArguments {
 
 /// Starts copying a tile, if there is one at `at`.
 template <int kThreads, class Place>
-JLP_DEVICE void load_tile(const WholeTilesArguments& a, const TilePlace& at, uint4 (&to)[kTile][kTile / 8]) {
+JLP_DEVICE void load_tile(const WholeTilesArguments& a, TilePlace at, uint4 (&to)[kTile][kTile / 8]) {
   constexpr int kChunks = kTile / 8, kRows = kThreads / kChunks;
   if (at.batch < a.tiles.count.batch) {
     const int row = threadIdx.x / kChunks, chunk = threadIdx.x % kChunks;
@@ -79,7 +79,7 @@ JLP_DEVICE uint2& packed_piece(PackedColumns& codes, int pair, int odd, int piec
 
 /// All of them to their lines, 16 bytes a thread at a time.
 template <int kThreads>
-JLP_DEVICE void store_packed_columns(const WholeTilesArguments& a, const TilePlace& at, PackedColumns& codes) {
+JLP_DEVICE void store_packed_columns(const WholeTilesArguments& a, TilePlace at, PackedColumns& codes) {
   const int64_t first = static_cast<int64_t>(at.batch) * a.columns + at.across * kTile;
 #pragma unroll
   for (int part = 0; part < kTile * 4 / kThreads; ++part) {

@@ -2,7 +2,7 @@
 
 #include "../decode.h"
 #include "../launch_blocks.h"
-#include "matmul_decode.cuh"
+#include "weight_stream.cuh"
 #include "weight_only_plan.h"
 
 namespace jaxlowprec {
@@ -33,6 +33,52 @@ cudaError_t launch_weight(const MatmulDecodeArguments& a, bool whole, int64_t sp
   if (a.rows <= 8)
     return whole ? launch_kernel<kWeight, 1, true>(a, splits, stream) : launch_kernel<kWeight, 1, false>(a, splits, stream);
   return whole ? launch_kernel<kWeight, 2, true>(a, splits, stream) : launch_kernel<kWeight, 2, false>(a, splits, stream);
+}
+
+// --- one launch for weights of whole units
+
+/// Blocks of so many weight rows, at least, that fill a GPU; else blocks are smaller.
+constexpr int64_t kStreamBlocks = 120;
+
+template <WeightType kWeight, int kColumnTiles, int kTiles, int kSlots>
+cudaError_t launch_stream(const WeightStreamArguments& a, cudaStream_t stream) {
+  const Blocks blocks{divide_up(a.a.columns, 16 * kTiles), divide_up(a.a.rows, 16), 1, kStreamWarps * 32,
+                      stream_shared<kTiles, kSlots>(a.layout, a.a.scale_shift)};
+  return launch_blocks(weight_stream_kernel<kWeight, kColumnTiles, kTiles, kSlots>, blocks, stream, a);
+}
+
+/// Launches one with so many rows of x a block, if its scales fit into the device's shared memory.
+template <WeightType kWeight, int kColumnTiles>
+cudaError_t launch_some_stream(const WeightStreamArguments& a, size_t most, bool& served, cudaStream_t stream) {
+  const auto fits = [&](size_t bytes) { return bytes <= most; };
+  const auto fills = [&](int64_t rows) { return a.a.columns >= kStreamBlocks * rows; };
+  if constexpr (kColumnTiles == 1)  // for two there are too few registers
+    if (!a.a.zero_point && fills(64) && fits(stream_shared<4, 12>(a.layout, a.a.scale_shift)))
+      return launch_stream<kWeight, kColumnTiles, 4, 12>(a, stream);
+  if (fills(32) && fits(stream_shared<2, 12>(a.layout, a.a.scale_shift)))
+    return launch_stream<kWeight, kColumnTiles, 2, 12>(a, stream);
+  if (fits(stream_shared<1, 12>(a.layout, a.a.scale_shift))) return launch_stream<kWeight, kColumnTiles, 1, 12>(a, stream);
+  if (fits(stream_shared<1, 4>(a.layout, a.a.scale_shift))) return launch_stream<kWeight, kColumnTiles, 1, 4>(a, stream);
+  served = false;
+  return cudaSuccess;
+}
+
+/// Launches the kernel of weight_stream.cuh if it serves: a weight of whole units, whose scales fit into shared memory.
+template <WeightType kWeight>
+cudaError_t try_stream(const MatmulDecodeArguments& a, int32_t group, bool whole, bool& served, cudaStream_t stream) {
+  const uint32_t scale_bytes = a.groups * (kWeight == WeightType::kInt4 ? 2 : 1);
+  WeightStreamArguments s{a, stream_layout(scale_bytes, a.zero_point ? a.groups : 0, a.scale_shift), 0};
+  while (int64_t{32} << s.group_shift < group) ++s.group_shift;
+  const bool even_groups = kWeight == WeightType::kNvfp4 || int64_t{32} << s.group_shift == group;
+  served = whole && a.columns % 16 == 0 && a.depth % kChunk == 0 && a.depth <= kMaximumStreamDepth && even_groups &&
+           uint64_t{a.groups} * group == a.depth;
+  if (!served) return cudaSuccess;
+  int device = 0, most = 0;
+  cudaError_t error = cudaGetDevice(&device);
+  if (error == cudaSuccess) error = cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+  if (error != cudaSuccess) return error;
+  return a.rows <= 8 ? launch_some_stream<kWeight, 1>(s, static_cast<size_t>(most), served, stream)
+                     : launch_some_stream<kWeight, 2>(s, static_cast<size_t>(most), served, stream);
 }
 
 bool supported(const MatmulDecodeProblem& p) {
@@ -69,7 +115,12 @@ cudaError_t launch(const MatmulDecodeProblem& p, cudaStream_t stream) {
   a.result = p.result, a.type = p.type;
   if (splits > 1) a.partial = reinterpret_cast<float*>(static_cast<uint8_t*>(p.workspace) + decoded_x_bytes(p));
   const bool whole = aligned(a.x, 16) && a.x_stride % 8 == 0 && aligned(a.data, 16) && a.row_bytes % 16 == 0;
-  const cudaError_t error = p.w.type == WeightType::kNvfp4 ? launch_weight<WeightType::kNvfp4>(a, whole, splits, stream)
+  bool served = false;
+  cudaError_t error = p.w.type == WeightType::kNvfp4
+                          ? try_stream<WeightType::kNvfp4>(a, p.w.group, whole, served, stream)
+                          : try_stream<WeightType::kInt4>(a, p.w.group, whole, served, stream);
+  if (served || error != cudaSuccess) return error;
+  error = p.w.type == WeightType::kNvfp4 ? launch_weight<WeightType::kNvfp4>(a, whole, splits, stream)
                                                            : launch_weight<WeightType::kInt4>(a, whole, splits, stream);
   if (error != cudaSuccess || splits == 1) return error;
   return launch_blocks(matmul_decode_sum_kernel, {divide_up(p.rows * p.columns, 256)}, stream, a.partial,

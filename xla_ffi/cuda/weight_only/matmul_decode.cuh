@@ -222,10 +222,10 @@ struct Sums {
   float v[2][kColumnTiles][4] = {};
 };
 
-template <WeightType kWeight, int kColumnTiles>
-JLP_DEVICE void multiply_chunk(const LaneCodes (&codes)[2], const uint4 (&x)[kColumnTiles * 8][16], int rows,
-                               Sums<kColumnTiles>& sums) {
-  const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+/// 16 weight rows by 128 k. x(c, j): eight k of the lane's row of column tile c, in the order of pair_up. The two mma of eight k
+/// add to sum_of(0, c) and sum_of(1, c), which may be the same.
+template <WeightType kWeight, int kColumnTiles, class X, class SumOf>
+JLP_DEVICE void multiply_codes(const LaneCodes (&codes)[2], X x, SumOf sum_of) {
   const LaneFactors factors[2] = {factors_of<kWeight>(codes[0]), factors_of<kWeight>(codes[1])};
 #pragma unroll
   for (int j = 0; j < 4; ++j) {  // 8 k of each lane: two mma
@@ -238,14 +238,24 @@ JLP_DEVICE void multiply_chunk(const LaneCodes (&codes)[2], const uint4 (&x)[kCo
     }
 #pragma unroll
     for (int c = 0; c < kColumnTiles; ++c) {
-      const int row = c * 8 + g < rows ? c * 8 + g : rows - 1;  // columns of the mma that no row has repeat the last
-      const uint4 pairs = x[row][piece_place(row, t, j)];
+      const uint4 pairs = x(c, j);
       const uint32_t left[2][4] = {{w[0][0], w[1][0], w[0][1], w[1][1]}, {w[0][2], w[1][2], w[0][3], w[1][3]}};
       const uint32_t right[2][2] = {{pairs.x, pairs.y}, {pairs.z, pairs.w}};
-      mma_m16n8k16_bf16(sums.v[0][c], left[0], right[0]);
-      mma_m16n8k16_bf16(sums.v[1][c], left[1], right[1]);
+      mma_m16n8k16_bf16(sum_of(0, c), left[0], right[0]);
+      mma_m16n8k16_bf16(sum_of(1, c), left[1], right[1]);
     }
   }
+}
+
+template <WeightType kWeight, int kColumnTiles>
+JLP_DEVICE void multiply_chunk(const LaneCodes (&codes)[2], const uint4 (&x)[kColumnTiles * 8][16], int rows,
+                               Sums<kColumnTiles>& sums) {
+  const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+  const auto pairs = [&](int c, int j) {
+    const int row = c * 8 + g < rows ? c * 8 + g : rows - 1;  // columns of the mma that no row has repeat the last
+    return x[row][piece_place(row, t, j)];
+  };
+  multiply_codes<kWeight, kColumnTiles>(codes, pairs, [&](int i, int c) -> float(&)[4] { return sums.v[i][c]; });
 }
 
 // --- the result
