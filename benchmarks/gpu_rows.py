@@ -10,12 +10,14 @@ from __future__ import annotations
 import dataclasses
 import fnmatch
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from gpu_trace import kernel_times
 from timing import alternate
 
@@ -27,7 +29,8 @@ FLOAT8_GEMMS = ((8192, 8192, 8192), (4096, 24576, 1536), (4096, 7168, 16384))  #
 CUBE = (8192, 8192, 8192)
 FEW_ROWS = (1, 2, 4, 8, 16)
 PARAMETERS = {"layers": 20, "width": 2048, "heads": 16, "context": 1024}  # of the block stack: 1.0e9
-GROUPS = ("training", "few-rows", "gemms", "memory")
+TOKENS, TOP, EXPERTS, EXPERT = 8192, 8, (8, 64), (4096, 1536)  # of a layer with experts: K and N of a weight
+GROUPS = ("training", "few-rows", "gemms", "grouped", "memory")
 
 # The least ratio of speeds by the device's name. An H200's memory is 1.4 times as fast with the same multiprocessors: a
 # quantiser may spend fewer instructions on an element there before it falls behind a copy.
@@ -255,13 +258,52 @@ def gemms(target: dict[str, float]) -> Iterator[Row]:
     """Large ones."""
     block = (jlp.Float8Block(), jlp.Float8Block(block=(128, 128)))
     for sizes in FLOAT8_GEMMS:
-        large = (
-            ", a large result" if sizes[0] * sizes[1] > 8 * sizes[2] ** 2 else ""
-        )  # its bytes take a sixth of the time
+        is_large = sizes[0] * sizes[1] > 8 * sizes[2] ** 2  # the result, whose bytes take a sixth of the time
+        large = ", a large result" if is_large else ""
         yield gemm("gemms", "scaled_matmul FP8 block", target[f"FP8 block GEMM{large}"], sizes, block)
     yield gemm("gemms", "scaled_matmul NVFP4", target["NVFP4 GEMM"], CUBE, (jlp.NVFP4(), jlp.NVFP4((16, 16))))
     yield gemm("gemms", "scaled_matmul MXFP8", target["MXFP8 GEMM"], CUBE, (jlp.MXFP8(), jlp.MXFP8()))
     yield gemm("gemms", "scaled_matmul FP8 tensor", None, CUBE, (jlp.Float8Tensor(), jlp.Float8Tensor()))
+
+
+# --- rows in groups
+
+
+def grouped(target: dict[str, float]) -> Iterator[Row]:
+    """Products of tokens by their experts' weights, quantisation included; no row has a target yet."""
+    recipes = {
+        "FP8 block": jlp.Float8BlockScaling(),
+        "MXFP8": jlp.MXFP8BlockScaling(),
+        "NVFP4": jlp.NVFP4BlockScaling(disable_stochastic_rounding=True),
+    }
+
+    def sides(bench, experts, recipe, gradient, dense):
+        depth, features = (max(128, size // bench.divide) for size in EXPERT)
+        rows = max(128, TOKENS // bench.divide) * TOP
+        x, dy = normal((rows, depth), 0), normal((rows, features), 1)
+        w = normal((experts, depth, features), 2)
+        sizes = jnp.asarray(np.random.default_rng(0).multinomial(rows, np.full(experts, 1 / experts)), jnp.int32)
+
+        def of(product, w):
+            if not gradient:
+                return rotating(lambda x, w: product(x, w), [(x, w)])
+            return rotating(lambda x, w, dy: jax.vjp(lambda w: product(x, w), w)[1](dy), [(x, w, dy)])
+
+        def ours(x, w):
+            return jlp.grouped_matmul(x, w, sizes, recipe=recipe)
+
+        def theirs(x, w):
+            return jnp.matmul(x, w) if dense else jax.lax.ragged_dot(x, w, sizes)
+
+        return lambda: of(ours, w), lambda: of(theirs, w[0] if dense else w)
+
+    for experts, (name, recipe), gradient, dense in itertools.product(
+        EXPERTS, recipes.items(), (False, True), (False, True)
+    ):
+        case = f"{'wgrad' if gradient else 'fprop'} of {experts} experts, {TOKENS} tokens, top-{TOP}, {name}"
+        against = "one dense bf16 jnp.matmul of all rows" if dense else "bf16 jax.lax.ragged_dot"
+        how = {"experts": experts, "recipe": recipe, "gradient": gradient, "dense": dense}
+        yield Row("grouped", case, against, None, functools.partial(sides, **how))
 
 
 # --- training
@@ -316,5 +358,5 @@ def block_stacks(target: dict[str, float]) -> Iterator[Row]:
 def rows(device: str) -> list[Row]:
     """All, the most wanted first."""
     target = targets(device)
-    makers = (llama_blocks, few_rows, block_stacks, gemms, memory_rows)
+    makers = (llama_blocks, few_rows, block_stacks, gemms, grouped, memory_rows)
     return [row for make in makers for row in make(target)]

@@ -1,6 +1,6 @@
-"""Instructions of the GPU kernels that quantise to NVFP4, an element, counted in the machine code of a wheel.
+"""Instructions of the GPU kernels that quantise, and of the product of few rows, an element: in the machine code.
 
-    scripts/build_wheel.sh; python benchmarks/instructions.py build/dist/*.whl --save
+    scripts/compile_cuda.sh; python benchmarks/instructions.py build/cuda/cuda/*.o --save
 
 Nothing runs on a GPU: it says what a kernel has to issue, not how long that takes.
 """
@@ -34,7 +34,7 @@ def main() -> None:
     parser.add_argument("files", nargs="+", type=pathlib.Path, help="libraries or wheels with code for GPUs")
     parser.add_argument("--save", action="store_true", help="write benchmarks/results")
     options = parser.parse_args()
-    kernels = {name: counts for name, counts in counted(options.files).items() if "<BF16, E2M1" in name}
+    kernels = {name: counts for name, counts in counted(options.files).items() if "F16" not in name.replace("BF16", "")}
     for name, counts in kernels.items():
         print(f"{name:50}", ", ".join(f"{architecture} {count}" for architecture, count in counts.items()))
     if options.save:

@@ -106,11 +106,42 @@ def sums_study() -> str:
     return f"{markdown(rows)}\n\n{_about(result, 'last block in bf16')}"
 
 
+_COUNTED = (  # what is said of a kernel, the kernel to nearest, and the one that rounds stochastically
+    ("amax", "amax_plain<BF16>", None),
+    ("amax of the rotated columns, and of the elements", "amax_rotated<BF16>", None),
+    ("NVFP4, rowwise", "quantize_rows<BF16, E2M1, 1, false>", "quantize_rows<BF16, E2M1, 1, true>"),
+    ("NVFP4, both ways", "quantize_nvfp4_tiles<false>", "quantize_tiles<BF16, E2M1, 1, true, false>"),
+    ("NVFP4, both ways, columns rotated", "quantize_nvfp4_tiles<true>", "quantize_tiles<BF16, E2M1, 1, true, true>"),
+    ("MXFP4, rowwise", "quantize_pow2_rows<E2M1, 32>", "quantize_rows<BF16, E2M1, 0, true>"),
+    ("MXFP4, both ways", "quantize_pow2_tiles<E2M1, 32>", "quantize_tiles<BF16, E2M1, 0, true, false>"),
+    ("MXFP8, rowwise", "quantize_pow2_rows<E4M3, 32>", "quantize_rows<BF16, E4M3, 0, true>"),
+    ("MXFP8, both ways", "quantize_pow2_tiles<E4M3, 32>", "quantize_tiles<BF16, E4M3, 0, true, false>"),
+    ("`Float8Block`, rowwise", "quantize_pow2_rows<E4M3, 128>", None),
+    ("`Float8Block`, both ways", "quantize_pow2_tiles<E4M3, 128>", None),
+    ("`Float8Tensor`, rowwise", "quantize_rows<BF16, E4M3, 0, false>", None),
+    ("`Float8Tensor`, both ways", "quantize_tiles<BF16, E4M3, 0, false, false>", None),
+    ("Int4, rowwise", "int4_symmetric_rows<0, 0, 8, true>", None),
+    ("Int4, `fake_quantize`", "int4_symmetric_rows<0, 0, 8, false>", None),
+    ("product of at most 8 rows by Int4, a weight of a lane", "weight_stream_kernel<1, 1, 4, 12>", None),
+    ("product of at most 8 rows by NVFP4, a weight of a lane", "weight_stream_kernel<0, 1, 4, 12>", None),
+)
+
+
+def instructions() -> str:
+    """What the GPU kernels issue for an element, in the machine code for two architectures."""
+    counted = load("instructions")
+    rows = [("kernel", "sm_90a", "sm_100f", "stochastic rounding, sm_90a", "sm_100f")]
+    for name, nearest, stochastic in _COUNTED:
+        counts = [counted["kernels"][kernel] if kernel else {} for kernel in (nearest, stochastic)]
+        rows.append((name, *(f"{of[a]:.1f}" if of else "" for of in counts for a in ("sm_90a", "sm_100"))))
+    return f"{markdown(rows)}\n\nCounted in machine code, commit {counted['environment']['commit']}."
+
+
 def frontier_cost() -> str:
     """What the ways of quantising take on GPUs, in instructions."""
     counted = load("instructions")
     architectures = ("sm_90a", "sm_100")
-    rows = [("rows to NVFP4", "in", *(f"instructions per element, {architecture}" for architecture in architectures))]
+    rows = [("rows to NVFP4", "in", "instructions per element, sm_90a", "instructions per element, sm_100f")]
     for name, (where_used, variant) in _WAYS.items():
         counts = counted["kernels"][f"quantize_rows<BF16, E2M1, {variant}>"]
         rows.append(

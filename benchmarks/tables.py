@@ -40,6 +40,7 @@ TABLES = {
             study_tables.frontier_study,
             study_tables.frontier_small,
             study_tables.frontier_cost,
+            study_tables.instructions,
             study_tables.sums_study,
             study_tables.policy_study,
             study_tables.saved_study,

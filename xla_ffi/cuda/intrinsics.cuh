@@ -34,7 +34,7 @@ constexpr bool kHasFloat8Conversion = kArch >= 890 && (std::is_same_v<Code, E4M3
 // Machine code for the families of sm_100f and sm_120f has it; that for sm_100, and portable code, has not.
 #if defined(JLP_TEST_CUDA_ARCH)
 constexpr bool kHasE2M1Conversion = kArch >= 1000;
-#elif defined(__CUDA_ARCH_FAMILY_SPECIFIC__)
+#elif defined(__CUDA_ARCH_FAMILY_SPECIFIC__) && __CUDA_ARCH_FAMILY_SPECIFIC__ >= 1000  // sm_90a is a family too
 #define JLP_HAS_E2M1_CONVERSION
 constexpr bool kHasE2M1Conversion = true;
 #else
