@@ -3,7 +3,8 @@
 #
 # Uses what PYTHON has if that is this source tree with GPU kernels, else WORK/site if it was built from the same sources for the
 # same GPU and interpreter, else the archive KEPT if it was; otherwise compiles into WORK/site and writes KEPT.
-# DRY_RUN=1: what PYTHON has is used, with or without GPU kernels.
+# DRY_RUN=1: what PYTHON has is used, with or without GPU kernels. WHEEL=FILE: installed instead of compiling; its Python sources
+# must be this tree's.
 set -euo pipefail
 work=$1 kept=$2
 python=${PYTHON:-python3}
@@ -25,7 +26,9 @@ command -v nvidia-smi >/dev/null || { echo "build: nvidia-smi is missing: no GPU
 capability=$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader | head -1 | tr -d .)
 case $capability in
   8?) arch=80 ;;
-  90 | 100 | 120) arch=${capability}a ;;
+  90) arch=90a ;;
+  100 | 103) arch=100f ;;
+  120 | 121) arch=120f ;;
   *) arch= ;; # runs from portable code
 esac
 here=$PWD
@@ -48,9 +51,15 @@ else
     echo "uses $work/site, built from the same sources: $stamp"
   else
     rm -rf "$work/site"
-    CMAKE_BUILD_PARALLEL_LEVEL=$(nproc) "$python" -m pip install --quiet --disable-pip-version-check --no-build-isolation \
-      --no-deps --target "$work/site" -C build-dir="$work/build" -C cmake.define.JAXLOWPREC_CUDA=ON \
-      -C cmake.define.JAXLOWPREC_CUDA_ARCHS="$arch" -C cmake.define.JAXLOWPREC_CUDA_PTX="$([[ $arch ]] || echo 90)" .
+    if [[ ${WHEEL:-} ]]; then
+      "$python" -m pip install --quiet --disable-pip-version-check --no-index --no-deps --target "$work/site" "$WHEEL"
+      diff -rq -x __pycache__ -x '*.so' jaxlowprec "$work/site/jaxlowprec" ||
+        { echo "build: $WHEEL has other sources than this tree: build it again" >&2; exit 1; }
+    else
+      CMAKE_BUILD_PARALLEL_LEVEL=$(nproc) "$python" -m pip install --quiet --disable-pip-version-check --no-build-isolation \
+        --no-deps --target "$work/site" -C build-dir="$work/build" -C cmake.define.JAXLOWPREC_CUDA=ON \
+        -C cmake.define.JAXLOWPREC_CUDA_ARCHS="$arch" -C cmake.define.JAXLOWPREC_CUDA_PTX="$([[ $arch ]] || echo 90)" .
+    fi
     echo "$stamp" >"$work/site/stamp"
   fi
   [[ -e $kept && $(tar -xzOf "$kept" site/stamp 2>/dev/null) == "$stamp" ]] || tar -czf "$kept" -C "$work" site

@@ -35,6 +35,7 @@ SEGMENTS = Part("rows", 32, (r"LDG\.E\.128", STORES), rf"LDG\.E\.128|{MAXIMA}|{E
 WHOLE_TILES = Part("tile", 32, ("LDGSTS", "BAR"), rf"LDGSTS|{MAXIMA}|{ENCODING}|{STORES}")
 WHOLE_NVFP4_TILES = Part("tile", 64, ("LDGSTS", "BAR"), f"LDGSTS|{ENCODING}|{STORES}")  # rare blocks have minima, too
 SIXTEENS = Part("rows", 32, (r"LDG\.E\.128", "MUFU"), rf"LDG\.E\.128|{MAXIMA}|MUFU|STG\.E\.(?:64|128)")
+DECODED = Part("codes", 64, (r"LDG\.E\.(?:64|128)", r"STG\.E\.128"), r"LDG\.E\.(?:64|128)|STG\.E\.128")
 WEIGHTS = Part("weights", 256, ("HMMA", "LDGSTS"), "HMMA|LDGSTS|LDS")  # of a lane: four units
 
 # The kernels of 16-bit elements, which training quantises, and their loops from the inside to the outside.
@@ -46,6 +47,7 @@ COUNTED = (
     (r"quantize_tiles<B?F16, .*>", (ROWS, COLUMNS, TILE)),
     (r"quantize_pow2_tiles<.*>", (WHOLE_TILES,)),
     (r"quantize_nvfp4_tiles<.*>", (WHOLE_NVFP4_TILES,)),
+    (r"decode_sixteens<.*>", (DECODED,)),
     (r"weight_stream_kernel<., 1, 4, 12>", (WEIGHTS,)),
     (r"int4_symmetric_rows<([01]), \1, .*>", (SIXTEENS,)),
 )

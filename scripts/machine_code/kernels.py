@@ -42,6 +42,8 @@ NEEDS = (
     Need("quantize_(norm_|activation_|gradient_)?tiles<F32, .*>", in_loop=True, dynamic_shared=86 * 1024),
     Need("quantize_(norm_|activation_|gradient_)?tiles<.*>", in_loop=True, dynamic_shared=54 * 1024),
     # Half or one byte read of each code, and 2 or 4 written for it; a few scales.
+    Need("decode_sixteens<E2M1>", read_share=0.6 / 2.6, in_loop=True, dynamic_shared=1),
+    Need("decode_sixteens<.*>", read_share=1 / 3, in_loop=True, dynamic_shared=1),
     Need(r"dequantize_kernel<E2M1, \d, [01]>", read_share=0.6 / 2.6),
     Need(r"dequantize_kernel<E2M1, \d, 2>", read_share=0.6 / 4.6),
     Need(r"dequantize_kernel<E\dM\d, \d, [01]>", read_share=1 / 3),

@@ -59,6 +59,7 @@ TEST(every_format_gives_exact_bfloat16) {
   for (const Format& format : kFormats) {
     check_case({format, 1, 1, 1, 1, 8}, ++seed);
     check_case({format, 2, 35, 128, 128, 128}, ++seed);
+    check_case({format, 2, 128, 256, 256, 256}, ++seed);
     check_case({format, 1, 35, 128, 128, 144}, ++seed);  // rows of the result padded
     check_case({format, 1, 18, 136, 136, 136}, ++seed);
     check_case({format, 1, 18, 136, 131, 131}, ++seed);  // padding to the other operand's length is cut off

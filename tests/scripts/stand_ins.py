@@ -131,16 +131,16 @@ class Repository:
     out: pathlib.Path
 
     def environment(self, **variables):
-        settings = ("ONLY", "AGAIN", "RESUME", "MINUTES", "PYTEST_ADDOPTS")
+        settings = ("ONLY", "AGAIN", "RESUME", "MINUTES", "WHEEL", "PYTEST_ADDOPTS")
         kept = {k: v for k, v in os.environ.items() if k not in settings and not k.startswith("PYTEST_XDIST")}
         path = f"{self.tools}{os.pathsep}{os.environ['PATH']}"
         mine = {"PATH": path, "PYTHON": sys.executable, "PYTHONPATH": str(self.tools / "python"), "WORKERS": "0"}
         mine |= {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_PLUGINS": "xdist.plugin"}  # other plugins start slowly
         return kept | mine | {"DRY_RUN": "1", "JAXLOWPREC_COMMIT": "abc"} | variables
 
-    def start(self, *phases, **variables):
+    def start(self, *phases, script="gpu_check.sh", **variables):
         return subprocess.Popen(
-            [self.root / "scripts" / "gpu_check.sh", self.out, *phases],
+            [self.root / "scripts" / script, self.out, *phases],
             env=self.environment(**variables),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -176,7 +176,8 @@ def make_repository(tmp_path: pathlib.Path) -> Repository:
     root, tools = tmp_path / "tree", tmp_path / "tools"
     for folder in ("scripts", "benchmarks", "tests/gpu", "examples", "docs", "jaxlowprec"):
         (root / folder).mkdir(parents=True)
-    shutil.copy(SCRIPTS / "gpu_check.sh", root / "scripts")
+    for name in ("gpu_check.sh", "gpu_visit.sh"):
+        shutil.copy(SCRIPTS / name, root / "scripts")
     shutil.copytree(SCRIPTS / "gpu_check", root / "scripts" / "gpu_check")
     for name in ("sources.py", "gpu_file.py", "gpu_profile.py"):
         shutil.copy(SOURCE / "benchmarks" / name, root / "benchmarks")

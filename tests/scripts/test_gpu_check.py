@@ -334,6 +334,43 @@ esac""",
         assert repository.check("once", **variables)[0] == 0
         assert len(self.installed(repository)[0]) == 2
 
+    @pytest.mark.slow
+    def test_a_wheel_of_the_same_sources_is_installed_instead(self, repository):
+        program(
+            repository.tools,
+            "python3",
+            f"""
+case "$*" in
+  *"-m pip install"*)
+    [[ "$*" == *"--no-index --no-deps --target "*"/site made.whl" ]] || exit 9
+    while (($#)); do [[ $1 != --target ]] || cp -r {repository.root}/wheel "$2"; shift; done ;;
+  *n.library*) exit 1 ;;
+  *n.why_not*) echo "CudaDevice(id=0)" ;;
+  *jaxlowprec.cli.main*) echo "says what runs where" ;;
+  *) exec {sys.executable} "$@" ;;
+esac""",
+        )
+        shutil.copytree(repository.root / "jaxlowprec", repository.root / "wheel" / "jaxlowprec")
+        variables = {"DRY_RUN": "", "PYTHON": str(repository.tools / "python3"), "WHEEL": "made.whl"}
+        assert repository.check("once", **variables)[0] == 0
+        (repository.root / "jaxlowprec" / "source.py").write_text("VERSION = 2\n")
+        status, printed = repository.check("once", **variables)
+        assert status == 1
+        assert "made.whl has other sources than this tree: build it again" in printed
+
+
+class TestVisit:
+    @pytest.mark.slow
+    def test_has_its_four_steps_and_a_later_call_goes_on(self, repository):
+        status, printed = repository.check(script="gpu_visit.sh", TOOL="racecheck", FAULTS="gemm")
+        assert status == 1
+        assert "gpu_visit.sh: 3 of 4 steps passed; failed: bench" in printed
+        assert {path.stem for path in repository.out.glob("*.log")} == {"once", "racecheck", "bench", "profile"}
+        status, printed = repository.check(script="gpu_visit.sh", TOOL="racecheck")
+        assert status == 0, printed
+        assert "gpu_visit.sh: 4 of 4 steps passed" in printed
+        assert printed.count("no test was left to run") >= 2
+
 
 READ_DOCUMENTS = (
     "tests/package/test_readme.py",

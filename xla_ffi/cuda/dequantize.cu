@@ -1,8 +1,8 @@
 #include <algorithm>
 
 #include "decode.h"
-#include "dequantize.cuh"
-#include "launch_blocks.h"
+#include "decode_sixteens.cuh"
+#include "launch_grid.cuh"
 
 namespace jaxlowprec {
 namespace cuda {
@@ -18,6 +18,31 @@ cudaError_t launch_kernel(DequantizeArguments a, int64_t batch, cudaStream_t str
   a.column_tiles = static_cast<uint32_t>(column_tiles), a.row_tiles = static_cast<uint32_t>(row_tiles);
   return launch_blocks(dequantize_kernel<Element, kDecoding, kResult>,
                        {column_tiles * row_tiles * batch, 1, 1, kDequantizeThreads}, stream, a);
+}
+
+/// Whether the operand's matrices are one row of sixteens, each with a scale of its own or shared with its neighbours; its codes
+/// and its scales have no padding then.
+bool sixteens_serve(const Format& f, const DecodeProblem& p) {
+  const int64_t columns = p.operand.columns, block = f.block;
+  return p.depth == columns && p.width == columns && f.scaling != Scaling::kTensor && block >= 16 && columns % block == 0 &&
+         (!f.tiles || p.rows % block == 0) && p.batch * p.rows * columns / 16 <= INT32_MAX &&
+         aligned(p.operand.data, f.packed() ? 8 : 16) && aligned(p.result, 16);
+}
+
+template <class Element>
+cudaError_t launch_sixteens(const DequantizeArguments& a, int64_t batch, cudaStream_t stream) {
+  const int64_t of_row = a.columns / 16, sixteens = batch * a.rows * of_row;
+  const DecodeSixteensArguments of = {a.data,
+                                      a.scale,
+                                      static_cast<uint4*>(a.result),
+                                      static_cast<uint32_t>(sixteens),
+                                      static_cast<uint32_t>(of_row),
+                                      a.row_shift,
+                                      a.column_shift - 4,
+                                      static_cast<uint32_t>(a.scale_stride),
+                                      a.scale_kind};
+  return launch_over_pieces<decode_sixteens<Element>>(divide_up(sixteens, kDequantizeThreads * kDecodeAhead),
+                                                      kDequantizeThreads, of, stream);
 }
 
 template <ElementType kResult>
@@ -58,6 +83,9 @@ cudaError_t launch(const DecodeProblem& p, cudaStream_t stream) {
   DequantizeArguments a = dequantize_arguments(operand.format, operand.data, operand.scale, p.rows, operand.columns);
   if (operand.format.scaling == Scaling::kTensor) a.scale_kind = ScaleKind::kOne;
   a.columns = p.depth, a.width = p.width, a.result = p.result;
+  if (sixteens_serve(operand.format, p) && p.batch * p.rows * p.depth > 0)
+    return with_float(operand.format.code,
+                      [&](auto element) { return launch_sixteens<decltype(element)>(a, p.batch, stream); });
   return launch_for<ElementType::kBF16>(operand.format.code, Decoding::kProduct, a, p.batch, stream);
 }
 
