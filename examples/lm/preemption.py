@@ -8,7 +8,9 @@ steps. It also needs `jax.distributed`, which a single process does not use.
 
 from __future__ import annotations
 
+import math
 import signal
+import time
 from typing import Any
 
 from lm.mesh import Layout
@@ -19,10 +21,11 @@ class Preempted(Exception):
 
 
 class Notice:
-    """Whether this process has received SIGTERM."""
+    """Whether this process has received SIGTERM, or has run for so many seconds."""
 
-    def __init__(self) -> None:
+    def __init__(self, seconds: float = math.inf) -> None:
         self.received = False
+        self._end = time.monotonic() + seconds
 
     def listen(self) -> None:
         """From now on SIGTERM does not end this process. Call it after `jax.distributed.initialize`, which installs a
@@ -33,11 +36,11 @@ class Notice:
         self.received = True
 
     def reached(self, layout: Layout) -> bool:
-        """Whether any process has received SIGTERM: the same answer in all processes, which all have to ask.
+        """Whether any process has received notice: the same answer in all processes, which all have to ask.
 
         Once it is yes, SIGTERM is ignored until the process ends: there is nothing more to say.
         """
-        reached = layout.in_any_process(self.received)
+        reached = layout.in_any_process(self.received or time.monotonic() >= self._end)
         if reached:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
         return reached

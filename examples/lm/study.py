@@ -15,14 +15,16 @@ from typing import Any
 import jax
 import numpy as np
 
-from lm.data import Batches, read_text
+from lm.data import Batches, installed_text, read_text
 from lm.mesh import ONE_DEVICE, Layout
 from lm.model import SIZES, Config
+from lm.preemption import Notice
 from lm.report import add_gaps, smooth
 from lm.training import Run, Schedule, train
 
 BASELINES = (Run("bf16"), Run("bf16 perturbed", perturbation=1e-4))
 DEFAULT = "nvfp4"  # the recipe that others are compared with, beside bf16
+INSTALLED = "installed"  # in a text's place: the sources of the installed packages
 POINTS = 40  # points of a curve in the results
 
 
@@ -33,16 +35,22 @@ def arguments(description: str | None, out: str) -> argparse.ArgumentParser:
     parser.add_argument("--size", choices=SIZES, default="demo")
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--learning-rate", type=float, default=1e-3)
-    parser.add_argument("--text", help="file or folder to learn from; default: Python's standard library")
+    parser.add_argument(
+        "--text", help="file or folder to learn from, or 'installed'; default: Python's standard library"
+    )
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path(out))
     parser.add_argument("--save", type=pathlib.Path, help="file for the results, in benchmarks/results")
     return parser
 
 
 def parsed(parser: argparse.ArgumentParser) -> tuple[argparse.Namespace, np.ndarray]:
-    """The options, whose folder exists then, and the text."""
+    """The options, whose folder exists then, and the text; `options.split`: where the text for validation begins."""
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
+    options.split = None
+    if options.text == INSTALLED:
+        text, options.split = installed_text()
+        return options, text
     return options, read_text(options.text)
 
 
@@ -54,13 +62,17 @@ def results_of(
     part: str = "",
     seeds: Iterable[int] | None = None,
     layout: Layout = ONE_DEVICE,
+    notice: Notice | None = None,
 ) -> list[dict[str, Any]]:
     """The results of all runs of all seeds, with their gaps; runs that are already in `options.out` are read.
+
+    A run that a notice has ended goes on where it ended.
 
     Arguments:
         part: of a study that has several, the folder of one in `options.out`.
         seeds: default: as many as `options.seeds` says.
         layout: where arrays are placed.
+        notice: to end, with `Preempted`.
     """
     found: list[dict[str, Any]] = []
     for seed in range(options.seeds) if seeds is None else seeds:
@@ -69,8 +81,9 @@ def results_of(
         for run, config in sides:
             folder = options.out / part / f"{steps}-{seed}-{run.folder}"
             if not (folder / "result.json").exists():
-                batches = Batches(text, options.batch, config.context, seed)
-                result = train(run, config, schedule, batches, folder, resume=False, layout=layout)
+                batches = Batches(text, options.batch, config.context, seed, split=options.split)
+                going_on = {"resume": notice is not None, "notice": notice}
+                result = train(run, config, schedule, batches, folder, layout=layout, **going_on)
                 shutil.rmtree(folder / "checkpoints")
                 (folder / "result.json").write_text(json.dumps(result))
             results.append(json.loads((folder / "result.json").read_text()))
