@@ -62,8 +62,8 @@ inline int64_t first_difference(const Buffer& a, const Buffer& b, ElementType ty
 enum class Data { kNormal, kSparse, kWide, kZero, kNaN, kInfinity, kNegativeZero, kAnyBits, kExponents };
 
 /// Ordinary numbers; runs of 16 that are zero, negative zero or subnormal; magnitudes from 2^-120 to 2^120; one NaN or
-/// infinity; nothing but negative zeros; any bits of a bfloat16; runs of 16 below any power of two, subnormal to infinite, with
-/// mantissas about those from which a scale is the next power of two.
+/// infinity; nothing but negative zeros; any bits of a bfloat16; runs of 16 below any power of two, subnormal to infinite,
+/// with mantissas about those from which a scale is the next power of two.
 inline void fill_elements(void* x, ElementType type, int64_t first, int64_t count, Data data, std::mt19937& random) {
   std::normal_distribution<float> normal;
   const int range = type == ElementType::kF16 ? 14 : 120;
@@ -88,7 +88,8 @@ inline void fill_elements(void* x, ElementType type, int64_t first, int64_t coun
     if (data == Data::kExponents) {
       const uint32_t below = random() % 12;
       const uint32_t mantissa = random() % 2 ? random() % 128 : (random() % 2 ? 0x3Fu : 0x5Fu) + random() % 3;
-      value = Lanes<float>::from_bits((random() & 0x80000000u) | (largest > below ? largest - below : 0u) << 23 | mantissa << 16);
+      value = Lanes<float>::from_bits((random() & 0x80000000u) | (largest > below ? largest - below : 0u) << 23 |
+                                      mantissa << 16);
     }
     if (i == special && data == Data::kNaN) value = -std::numeric_limits<float>::quiet_NaN();
     if (i == special && data == Data::kInfinity) value = -std::numeric_limits<float>::infinity();

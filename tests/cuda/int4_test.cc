@@ -128,8 +128,9 @@ TEST(halves_round_to_even) {
         const float steps = i % 32 == 0 ? 7.0f : static_cast<float>(i % 15) - 7.0f + 0.5f;
         x[i] = (steps > 7.0f ? 7.0f : steps) * (1.0f + static_cast<float>(i / 128) / 128.0f);
       }
-      check_given(m, ElementType::kF32, std::vector<uint8_t>(reinterpret_cast<uint8_t*>(x.data()),
-                                                             reinterpret_cast<uint8_t*>(x.data() + x.size())));
+      check_given(
+          m, ElementType::kF32,
+          std::vector<uint8_t>(reinterpret_cast<uint8_t*>(x.data()), reinterpret_cast<uint8_t*>(x.data() + x.size())));
     }
 }
 

@@ -338,7 +338,8 @@ TEST(blocks_of_any_size_give_the_same_bytes) {
     const std::vector<uint8_t> result = Device(many, 0.5f).run(wide);
     for (int64_t row = 0; row < 4; ++row)
       for (int64_t i = 0; i < copies; ++i)
-        CHECK(std::equal(&expected[row * 112 * 4], &expected[row * 112 * 4] + 112 * 4, &result[(row * copies + i) * 112 * 4]));
+        CHECK(
+            std::equal(&expected[row * 112 * 4], &expected[row * 112 * 4] + 112 * 4, &result[(row * copies + i) * 112 * 4]));
   }
 }
 

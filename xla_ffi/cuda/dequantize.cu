@@ -20,8 +20,8 @@ cudaError_t launch_kernel(DequantizeArguments a, int64_t batch, cudaStream_t str
                        {column_tiles * row_tiles * batch, 1, 1, kDequantizeThreads}, stream, a);
 }
 
-/// Whether the operand's matrices are one row of sixteens, each with a scale of its own or shared with its neighbours; its codes
-/// and its scales have no padding then.
+/// Whether the operand's matrices are one row of sixteens, each with a scale of its own or shared with its neighbours; its
+/// codes and its scales have no padding then.
 bool sixteens_serve(const Format& f, const DecodeProblem& p) {
   const int64_t columns = p.operand.columns, block = f.block;
   return p.depth == columns && p.width == columns && f.scaling != Scaling::kTensor && block >= 16 && columns % block == 0 &&

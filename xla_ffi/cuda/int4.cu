@@ -48,7 +48,7 @@ cudaError_t launch_encoding(const Int4Arguments& a, cudaStream_t stream) {
     const int64_t pieces = divide_up(a.all_elements, 16 * kInt4Threads * kInt4Sixteens), group = a.m.format.group;
     const auto with_lanes = [&](auto lanes) {
       return launch_over_pieces<int4_symmetric_rows<kType, kDeploy, decltype(lanes)::value, kQuantize>>(pieces, kInt4Threads,
-                                                                                                         a, stream);
+                                                                                                        a, stream);
     };
     return group == 32   ? with_lanes(std::integral_constant<int, 2>())
            : group == 64 ? with_lanes(std::integral_constant<int, 4>())

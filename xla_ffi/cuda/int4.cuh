@@ -23,8 +23,8 @@ namespace jaxlowprec {
 namespace cuda {
 
 constexpr int kInt4Threads = 256;
-constexpr int kInt4Steps = 4;      // groups in flight a thread
-constexpr int kInt4Sixteens = 2;   // of symmetric rows
+constexpr int kInt4Steps = 4;     // groups in flight a thread
+constexpr int kInt4Sixteens = 2;  // of symmetric rows
 constexpr int kInt4TileRows = 128, kInt4TileColumns = 64;
 
 struct Int4Arguments {
@@ -180,7 +180,8 @@ JLP_DEVICE void store_result_of_group(void* to, int64_t index, const float (&v)[
   auto* pieces = reinterpret_cast<uint4*>(static_cast<uint8_t*>(to) + index * kElementBytes<kResult>);
 #pragma unroll
   for (int i = 0; i < kWords; i += 4)
-    pieces[i / 4] = bad ? make_uint4(kNaN, kNaN, kNaN, kNaN) : make_uint4(words[i], words[i + 1], words[i + 2], words[i + 3]);
+    pieces[i / 4] =
+        bad ? make_uint4(kNaN, kNaN, kNaN, kNaN) : make_uint4(words[i], words[i + 1], words[i + 2], words[i + 3]);
 }
 
 template <ElementType kResult, ElementType kDeploy>
@@ -253,8 +254,7 @@ JLP_DEVICE void int4_symmetric_sixteens(const Int4Arguments& a, uint32_t first, 
         codes[h] = bad ? kInt4Middle * 0x11111111u : codes[h] - kInt4IntegersBits * 0x11111111u;
       }
       reinterpret_cast<uint2*>(a.data)[at] = make_uint2(codes[0], codes[1]);
-      if (threadIdx.x % kLanes == 0)
-        a.scale[at / kLanes] = static_cast<uint16_t>(bad ? Int4Deploy<kDeploy>::kNaN : stored);
+      if (threadIdx.x % kLanes == 0) a.scale[at / kLanes] = static_cast<uint16_t>(bad ? Int4Deploy<kDeploy>::kNaN : stored);
     } else {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {

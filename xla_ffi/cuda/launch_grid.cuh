@@ -87,7 +87,8 @@ cudaError_t resident_blocks(int device, int threads, int& blocks) {
   static std::atomic<int> answers[kDevices];
   if (device < kDevices) blocks = answers[device].load(std::memory_order_acquire);
   if (device < kDevices && blocks > 0) return cudaSuccess;
-  cudaError_t error = allow_shared(reinterpret_cast<const void*>(kKernel), sizeof(Shared));  // first: a kernel that is not allowed it does not fit
+  cudaError_t error = allow_shared(reinterpret_cast<const void*>(kKernel),
+                                   sizeof(Shared));  // first: a kernel that is not allowed it does not fit
   if (error == cudaSuccess) error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kKernel, threads, sizeof(Shared));
   if (error != cudaSuccess) return error;
   if (blocks < 1) return cudaErrorLaunchOutOfResources;

@@ -1,12 +1,12 @@
-// Quantisation of bfloat16 to NVFP4 along columns, rotated or not, and rows too if that is wanted: 1x16, to nearest, matrices of
-// whole tiles of 128 x 128. Scales of 24 bits are not exact in bfloat16, so codes are made of float32.
+// Quantisation of bfloat16 to NVFP4 along columns, rotated or not, and rows too if that is wanted: 1x16, to nearest,
+// matrices of whole tiles of 128 x 128. Scales of 24 bits are not exact in bfloat16, so codes are made of float32.
 //
 // A thread takes 64 elements in each direction: rows as quantize_tiles.cuh; columns that are not rotated in pairs, of which
-// maxima, signs and scales are computed together. Elements that saturate, or whose block is poisoned, are rare: they are first
-// replaced by what has the right code.
+// maxima, signs and scales are computed together. Elements that saturate, or whose block is poisoned, are rare: they are
+// first replaced by what has the right code.
 //
-// Bytes moved per element: 2 read; for each direction 1/2 written and the scales: 1/16. Launch: blocks of 256 threads, as many
-// as the device holds at once, each going through tiles from the matrices' end.
+// Bytes moved per element: 2 read; for each direction 1/2 written and the scales: 1/16. Launch: blocks of 256 threads, as
+// many as the device holds at once, each going through tiles from the matrices' end.
 #pragma once
 
 #include "quantize_scales.cuh"
@@ -41,8 +41,8 @@ struct Nvfp4Quantizer {
   __device__ __forceinline__ bool is_rare(uint32_t amax, float encode) const {
     return !(__fmul_rn(as_float(amax), encode) < 7.0f) || amax >= matrix.poison_from;
   }
-  /// The largest magnitude, as bfloat16, that elements of a rare block are given: its code is that of 6, or of 0 if the block is
-  /// poisoned.
+  /// The largest magnitude, as bfloat16, that elements of a rare block are given: its code is that of 6, or of 0 if the
+  /// block is poisoned.
   __device__ __forceinline__ uint32_t most(uint32_t amax, float encode) const {
     return amax >= matrix.poison_from || encode != encode ? 0u : as_bits(__fdiv_rn(kE2M1Max, encode)) >> 16;
   }
@@ -158,7 +158,8 @@ static __global__ void __launch_bounds__(kNvfp4TileThreads, kNvfp4TileBlocks)
         uint2 codes;
         *scale = static_cast<uint8_t>(quantizer.sixteen(row_sixteen<Nvfp4Place>(tile, row + kRows * i, sixteen), codes));
         *reinterpret_cast<uint2*>(data) = codes;
-        data += kRows * static_cast<uint32_t>(a.rowwise.data_row), scale += kRows * static_cast<uint32_t>(a.rowwise.scale_row);
+        data += kRows * static_cast<uint32_t>(a.rowwise.data_row),
+            scale += kRows * static_cast<uint32_t>(a.rowwise.scale_row);
       }
     }
     const Nvfp4Quantizer quantizer = {shared.matrices[1], shared.tables[1]};

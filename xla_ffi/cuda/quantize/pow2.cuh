@@ -2,7 +2,8 @@
 //
 // Scaling by a power of two is exact in bfloat16, so two elements stay in a word from memory to codes, of which each
 // instruction serves both:
-//   signs: z = x + (2^-126 - 2^-133): what is zero or subnormal becomes positive; a sum with any other number keeps its sign,
+//   signs: z = x + (2^-126 - 2^-133): what is zero or subnormal becomes positive; a sum with any other number keeps its
+//   sign,
 //     and its value unless its code is 0 anyway
 //   scale: amax's exponent after adding a carry to its mantissa; no division
 //   E2M1: the least of three lines from 128 on, where bfloat16's steps are 1: codes are the low bits of a half
@@ -47,8 +48,8 @@ JLP_DEVICE bool is_rare(uint32_t amaxes) {
   return (((amaxes + kTwice<0x0100u>) | (amaxes - kTwice<kLeast>)) & 0x80008000u) != 0;
 }
 
-/// Multiplies the elements of two blocks, of which one is rare; they are zero where they are subnormal, or their block is not
-/// finite. kFloat32: a block of zeros has the scale 1, not 2^-127.
+/// Multiplies the elements of two blocks, of which one is rare; they are zero where they are subnormal, or their block is
+/// not finite. kFloat32: a block of zeros has the scale 1, not 2^-127.
 template <bool kFloat32, int kCount>
 JLP_DEVICE void scale_rare(uint32_t (&words)[kCount], uint32_t amaxes, PairScale& scale) {
   const uint32_t halves[2] = {amaxes & 0xFFFFu, amaxes >> 16}, masks[2] = {0xFFFFu, 0xFFFF0000u};

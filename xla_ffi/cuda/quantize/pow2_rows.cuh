@@ -1,8 +1,8 @@
-// Quantisation of bfloat16 along rows of whole blocks to formats whose scales are powers of two: all rows are one long row of
-// sixteens. Straight from memory to registers, sixteen elements a thread, two of them on their way.
+// Quantisation of bfloat16 along rows of whole blocks to formats whose scales are powers of two: all rows are one long row
+// of sixteens. Straight from memory to registers, sixteen elements a thread, two of them on their way.
 //
-// Bytes moved per element: 2 read; 1/2 or 1 written, and the scales: 1/32. Launch: blocks of 256 threads, as many as the device
-// holds at once.
+// Bytes moved per element: 2 read; 1/2 or 1 written, and the scales: 1/32. Launch: blocks of 256 threads, as many as the
+// device holds at once.
 #pragma once
 
 #include "pow2.cuh"
@@ -19,18 +19,20 @@ struct Pow2RowsArguments {
   uint32_t sixteens;
 };
 
-/// Codes of a sixteen, and its block's scale in the low half; `reload` gives its words again. A block has 16 * kLanes elements,
-/// and its other sixteens are the neighbouring lanes'.
+/// Codes of a sixteen, and its block's scale in the low half; `reload` gives its words again. A block has 16 * kLanes
+/// elements, and its other sixteens are the neighbouring lanes'.
 template <class Code, int kLanes, class Reload>
 JLP_DEVICE PairScale pow2_sixteen(const Sixteen<BF16>& x, uint32_t (&codes)[kCodeWords<Code>], Reload reload) {
   constexpr bool kFloat32 = kLanes == 8;
   uint32_t z[8], magnitudes[8];
 #pragma unroll
   for (int i = 0; i < 8; ++i) z[i] = positive_zeros(x.words[i]), magnitudes[i] = x.words[i] & 0x7FFF7FFFu;
-  uint32_t amax = __vmaxu2(__vimax3_u16x2(__vimax3_u16x2(magnitudes[0], magnitudes[1], magnitudes[2]), magnitudes[3], magnitudes[4]),
-                           __vimax3_u16x2(magnitudes[5], magnitudes[6], magnitudes[7]));
+  uint32_t amax =
+      __vmaxu2(__vimax3_u16x2(__vimax3_u16x2(magnitudes[0], magnitudes[1], magnitudes[2]), magnitudes[3], magnitudes[4]),
+               __vimax3_u16x2(magnitudes[5], magnitudes[6], magnitudes[7]));
 #pragma unroll
-  for (int distance = 1; distance < kLanes; distance *= 2) amax = __vmaxu2(amax, __shfl_xor_sync(0xFFFFFFFFu, amax, distance));
+  for (int distance = 1; distance < kLanes; distance *= 2)
+    amax = __vmaxu2(amax, __shfl_xor_sync(0xFFFFFFFFu, amax, distance));
   amax = max_of_halves(amax);
   PairScale scale = pair_scale<Code>(amax);
   if (is_rare<Code>(amax)) {
@@ -42,15 +44,15 @@ JLP_DEVICE PairScale pow2_sixteen(const Sixteen<BF16>& x, uint32_t (&codes)[kCod
   if constexpr (Code::kPacked) {
     const PairLines lines = lines_of(scale.encode);
 #pragma unroll
-    for (int half = 0; half < 2; ++half)
-      codes[half] = e2m1_of_eight(magnitudes + 4 * half, z + 4 * half, lines);
+    for (int half = 0; half < 2; ++half) codes[half] = e2m1_of_eight(magnitudes + 4 * half, z + 4 * half, lines);
   } else {
     uint32_t y[8];
 #pragma unroll
     for (int i = 0; i < 8; ++i) y[i] = multiply_bf16x2(z[i], scale.encode);
 #pragma unroll
     for (int i = 0; i < 4; ++i)
-      codes[i] = float8_of_four<Code>(BF16::low(y[2 * i]), BF16::high(y[2 * i]), BF16::low(y[2 * i + 1]), BF16::high(y[2 * i + 1]));
+      codes[i] =
+          float8_of_four<Code>(BF16::low(y[2 * i]), BF16::high(y[2 * i]), BF16::low(y[2 * i + 1]), BF16::high(y[2 * i + 1]));
   }
   return scale;
 }

@@ -1,13 +1,13 @@
-// Quantisation of bfloat16 along columns, and rows too if that is wanted, to formats whose scales are powers of two: matrices
-// of whole tiles of 128 x 128.
-// (tiles_ahead.cuh).
+// Quantisation of bfloat16 along columns, and rows too if that is wanted, to formats whose scales are powers of two:
+// matrices of whole tiles of 128 x 128. (tiles_ahead.cuh).
 //
 //   rows: 16 elements a thread, a block's maximum by shuffles, codes straight to their places
-//   columns: 16 rows of a pair of columns a thread, whose two scales and codes are computed together; 32 rows by one shuffle,
+//   columns: 16 rows of a pair of columns a thread, whose two scales and codes are computed together; 32 rows by one
+//   shuffle,
 //     128 by shared memory; codes are gathered in shared memory and leave as whole pieces of a column's line
 //
-// Bytes moved per element: 2 read; for each direction 1/2 or 1 written and the scales: 1/32. Launch: blocks of 512 threads, as
-// many as the device holds at once, each going through tiles from the matrices' end.
+// Bytes moved per element: 2 read; for each direction 1/2 or 1 written and the scales: 1/32. Launch: blocks of 512 threads,
+// as many as the device holds at once, each going through tiles from the matrices' end.
 #pragma once
 
 #include <type_traits>
@@ -29,7 +29,8 @@ struct Pow2TilesShared {
   uint32_t column_amax[kTile / 32][kTilePairs];
 };
 
-/// Eight neighbouring chunks of a row meet no bank twice, and neither do the words of 16 pairs of columns in rows r and r + 16.
+/// Eight neighbouring chunks of a row meet no bank twice, and neither do the words of 16 pairs of columns in rows r and r
+/// + 16.
 struct Pow2Place {
   JLP_DEVICE int chunk(int row, int chunk) { return chunk ^ (chunk >> 3) ^ ((row >> 4 & 1) << 2); }
 };
@@ -100,9 +101,9 @@ struct Pow2Tile {
     if constexpr (!kMx) {
       if (half == 0) shared.column_amax[down][pair] = amaxes;
       __syncthreads();
-      amaxes = __vmaxu2(
-          __vimax3_u16x2(shared.column_amax[0][pair], shared.column_amax[1][pair], shared.column_amax[2][pair]),
-          shared.column_amax[3][pair]);
+      amaxes =
+          __vmaxu2(__vimax3_u16x2(shared.column_amax[0][pair], shared.column_amax[1][pair], shared.column_amax[2][pair]),
+                   shared.column_amax[3][pair]);
     }
     PairScale scale = pair_scale<Code>(amaxes);
     if (is_rare<Code>(amaxes)) {

@@ -26,7 +26,8 @@ JLP_DEVICE uint32_t e2m1_nearest_bits(float a) {
       __vimin3_s32(static_cast<int>(as_bits(small)), static_cast<int>(as_bits(middle)), static_cast<int>(as_bits(large))));
 }
 
-/// `codes`, and the signs of eight 16-bit elements in four words at bits 3, 7, ...: even elements' and odd ones' are gathered.
+/// `codes`, and the signs of eight 16-bit elements in four words at bits 3, 7, ...: even elements' and odd ones' are
+/// gathered.
 JLP_DEVICE uint32_t with_signs(uint32_t codes, const uint32_t* words) {
   const uint32_t first = __byte_perm(words[0], words[1], 0x7351), second = __byte_perm(words[2], words[3], 0x7351);
   const uint32_t even = __byte_perm(first, second, 0x5410), odd = __byte_perm(first, second, 0x7632);
@@ -52,7 +53,8 @@ JLP_DEVICE uint32_t with_signs(uint32_t codes, const Sixteen<E>& sixteen, int ha
     return signs;
   } else {
     const uint32_t* words = sixteen.words + 4 * half;
-    const uint32_t negative[4] = {E::negative(words[0]), E::negative(words[1]), E::negative(words[2]), E::negative(words[3])};
+    const uint32_t negative[4] = {E::negative(words[0]), E::negative(words[1]), E::negative(words[2]),
+                                  E::negative(words[3])};
     return with_signs(codes, negative);
   }
 }

@@ -63,8 +63,7 @@ cudaError_t launch_pow2_rows(const QuantizeProblem& p, cudaStream_t stream) {
                                static_cast<uint32_t>(sixteens)};
   const int64_t pieces = divide_up(sixteens, kPow2RowThreads * kPow2RowsAhead);
   if constexpr (!Code::kPacked)
-    if (p.format.block == 128)
-      return launch_over_pieces<quantize_pow2_rows<Code, 128>>(pieces, kPow2RowThreads, a, stream);
+    if (p.format.block == 128) return launch_over_pieces<quantize_pow2_rows<Code, 128>>(pieces, kPow2RowThreads, a, stream);
   return launch_over_pieces<quantize_pow2_rows<Code, 32>>(pieces, kPow2RowThreads, a, stream);
 }
 
@@ -80,8 +79,8 @@ cudaError_t launch_rows(const QuantizeProblem& problem, cudaStream_t stream) {
   return launch_over_tiles<quantize_rows<E, Code, kScales, kStochastic>, RowsShared<kStochastic>>(kRowThreads, a, stream);
 }
 
-/// Whether tiles are whole and aligned, so that the kernels of tiles_ahead.cuh serve; the rows of a tile are apart by less than
-/// 2^32 bytes.
+/// Whether tiles are whole and aligned, so that the kernels of tiles_ahead.cuh serve; the rows of a tile are apart by less
+/// than 2^32 bytes.
 inline bool whole_tiles(const QuantizeProblem& p) {
   constexpr int64_t kMost = INT32_MAX / kTile;
   const auto aligned_results = [](const QuantizeDirection& d) { return aligned(d.data, 16) && aligned(d.scale, 8); };
@@ -97,7 +96,7 @@ cudaError_t launch_whole_tiles(const QuantizeProblem& p, int threads, cudaStream
   const auto direction = [&](const QuantizeDirection& d, int64_t length) {
     return WholeDirection{d.tensor, d.data, d.scale, f.row_bytes(length), f.scale_columns(length) * f.scale_bytes()};
   };
-  WholeTilesArguments a = {static_cast<const uint16_t*>(p.x), p.rows, p.columns, {}, direction(p.rowwise, p.columns),
+  WholeTilesArguments a = {static_cast<const uint16_t*>(p.x), p.rows,     p.columns, {}, direction(p.rowwise, p.columns),
                            direction(p.columnwise, p.rows),   p.sign_mask};
   if (!cut(p.batch, p.rows / kTile, p.columns / kTile, a.tiles)) return cudaErrorInvalidValue;
   return launch_over_tiles<kKernel, Shared>(threads, a, stream);
@@ -106,14 +105,15 @@ cudaError_t launch_whole_tiles(const QuantizeProblem& p, int threads, cudaStream
 template <class Code, int kBlock>
 cudaError_t launch_pow2_tiles(const QuantizeProblem& p, cudaStream_t stream) {
   return launch_whole_tiles<quantize_pow2_tiles<Code, kBlock>, Pow2TilesShared<Code>, kPow2TileBlocks>(p, kPow2TileThreads,
-                                                                                                      stream);
+                                                                                                       stream);
 }
 
 template <class E, class Code, Scales kScales, bool kStochastic, bool kRotate>
 cudaError_t launch_tiles(const QuantizeProblem& p, cudaStream_t stream) {
   if constexpr (std::is_same_v<E, BF16> && kScales == Scales::kOne && !kStochastic) {
     if constexpr (!Code::kPacked)
-      if (has_pow2_scales(p.format) && p.format.block == 128 && whole_tiles(p)) return launch_pow2_tiles<Code, 128>(p, stream);
+      if (has_pow2_scales(p.format) && p.format.block == 128 && whole_tiles(p))
+        return launch_pow2_tiles<Code, 128>(p, stream);
     if (has_pow2_scales(p.format) && whole_tiles(p)) return launch_pow2_tiles<Code, 32>(p, stream);
   }
   if constexpr (std::is_same_v<E, BF16> && kScales == Scales::kTwoLevel && !kStochastic)

@@ -2,8 +2,8 @@
 
 #include "../decode.h"
 #include "../launch_blocks.h"
-#include "weight_stream.cuh"
 #include "weight_only_plan.h"
+#include "weight_stream.cuh"
 
 namespace jaxlowprec {
 namespace cuda {
@@ -116,12 +116,11 @@ cudaError_t launch(const MatmulDecodeProblem& p, cudaStream_t stream) {
   if (splits > 1) a.partial = reinterpret_cast<float*>(static_cast<uint8_t*>(p.workspace) + decoded_x_bytes(p));
   const bool whole = aligned(a.x, 16) && a.x_stride % 8 == 0 && aligned(a.data, 16) && a.row_bytes % 16 == 0;
   bool served = false;
-  cudaError_t error = p.w.type == WeightType::kNvfp4
-                          ? try_stream<WeightType::kNvfp4>(a, p.w.group, whole, served, stream)
-                          : try_stream<WeightType::kInt4>(a, p.w.group, whole, served, stream);
+  cudaError_t error = p.w.type == WeightType::kNvfp4 ? try_stream<WeightType::kNvfp4>(a, p.w.group, whole, served, stream)
+                                                     : try_stream<WeightType::kInt4>(a, p.w.group, whole, served, stream);
   if (served || error != cudaSuccess) return error;
   error = p.w.type == WeightType::kNvfp4 ? launch_weight<WeightType::kNvfp4>(a, whole, splits, stream)
-                                                           : launch_weight<WeightType::kInt4>(a, whole, splits, stream);
+                                         : launch_weight<WeightType::kInt4>(a, whole, splits, stream);
   if (error != cudaSuccess || splits == 1) return error;
   return launch_blocks(matmul_decode_sum_kernel, {divide_up(p.rows * p.columns, 256)}, stream, a.partial,
                        static_cast<int>(splits), p.rows * p.columns, p.alpha, p.result, p.type);

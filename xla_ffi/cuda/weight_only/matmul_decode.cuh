@@ -222,8 +222,8 @@ struct Sums {
   float v[2][kColumnTiles][4] = {};
 };
 
-/// 16 weight rows by 128 k. x(c, j): eight k of the lane's row of column tile c, in the order of pair_up. The two mma of eight k
-/// add to sum_of(0, c) and sum_of(1, c), which may be the same.
+/// 16 weight rows by 128 k. x(c, j): eight k of the lane's row of column tile c, in the order of pair_up. The two mma of
+/// eight k add to sum_of(0, c) and sum_of(1, c), which may be the same.
 template <WeightType kWeight, int kColumnTiles, class X, class SumOf>
 JLP_DEVICE void multiply_codes(const LaneCodes (&codes)[2], X x, SumOf sum_of) {
   const LaneFactors factors[2] = {factors_of<kWeight>(codes[0]), factors_of<kWeight>(codes[1])};

@@ -1,12 +1,12 @@
-// y[M, N] = x[M, K] decode(w[N, K])^T as matmul_decode.cuh, in one launch without a workspace, for weights of whole 16 rows by
-// 128 k: enough of them on their way from memory to keep it busy.
+// y[M, N] = x[M, K] decode(w[N, K])^T as matmul_decode.cuh, in one launch without a workspace, for weights of whole 16 rows
+// by 128 k: enough of them on their way from memory to keep it busy.
 //
-// Data flow: a block has 16 * kTiles weight rows and all of K; its 16 warps take 128 k each in turn. What a lane will decode it
-// copies to shared memory itself, 16 bytes of rows g and g + 8 of a unit (16 rows by 128 k), and waits for nothing but its own
-// copies: kSlots units a warp are on their way, 192 KiB a multiprocessor with 12. A warp's x is its own, and goes from the L2
-// cache to its registers. Scales and zero points of all the block's rows lie in shared memory from the beginning. The warps'
-// sums meet where the codes were and are added in the order of the warps: of at most 2048 k each, since tensor cores cut off
-// what they add. So a row's bits depend on no other row, nor on kTiles and kSlots.
+// Data flow: a block has 16 * kTiles weight rows and all of K; its 16 warps take 128 k each in turn. What a lane will decode
+// it copies to shared memory itself, 16 bytes of rows g and g + 8 of a unit (16 rows by 128 k), and waits for nothing but
+// its own copies: kSlots units a warp are on their way, 192 KiB a multiprocessor with 12. A warp's x is its own, and goes
+// from the L2 cache to its registers. Scales and zero points of all the block's rows lie in shared memory from the
+// beginning. The warps' sums meet where the codes were and are added in the order of the warps: of at most 2048 k each,
+// since tensor cores cut off what they add. So a row's bits depend on no other row, nor on kTiles and kSlots.
 //
 // Bytes moved: a weight row's codes and scales once for every 16 rows of x; x once a block (from L2); the result once.
 // Launch: (weight rows / (16 * kTiles), M / 16) blocks of 16 warps, one a multiprocessor with 12 slots.
@@ -92,7 +92,8 @@ static __global__ void __launch_bounds__(kStreamWarps * 32, 1)
   const uint32_t lane_codes = g * a.row_bytes + warp * (kChunk / 2) + 16 * t;
   const auto issue = [&](uint32_t step, int slot) {
     if (step < steps) {
-      const uint8_t* unit = block_codes + (lane_codes + step * (kStreamWarps * kChunk / 2) + slot % kTiles * (16 * a.row_bytes));
+      const uint8_t* unit =
+          block_codes + (lane_codes + step * (kStreamWarps * kChunk / 2) + slot % kTiles * (16 * a.row_bytes));
       copy_async16(&shared.codes[warp][slot][0][lane], unit);
       copy_async16(&shared.codes[warp][slot][1][lane], unit + 8 * a.row_bytes);
     }
@@ -143,8 +144,7 @@ static __global__ void __launch_bounds__(kStreamWarps * 32, 1)
         const uint8_t* const scale = lane_scales + tile * layout.tile_pitch + 8 * h * layout.lane_pitch;
         codes[h] = {{v.x, v.y, v.z, v.w}, 0, kWeight == WeightType::kInt4 ? 8u : 0u};
         codes[h].scale = *reinterpret_cast<const uint16_t*>(scale + (kWeight == WeightType::kInt4 ? 2 : 1) * group);
-        if (kZeroPoints && layout.zero_pitch)
-          codes[h].second = lane_zeros[(16 * tile + 8 * h) * layout.zero_pitch + group];
+        if (kZeroPoints && layout.zero_pitch) codes[h].second = lane_zeros[(16 * tile + 8 * h) * layout.zero_pitch + group];
       }
       multiply_codes<kWeight, kColumnTiles>(
           codes, [&](int c, int j) { return pairs[c][j]; }, [&](int, int c) -> float(&)[4] { return sums[tile][c]; });
