@@ -1,4 +1,4 @@
-"""Whether the kernels' machine code keeps enough bytes in flight, and how many instructions it takes an element.
+"""Whether the kernels' machine code keeps enough bytes in flight, and takes few enough instructions an element.
 
     check.py FILE...            objects, cubins, libraries or wheels: a kernel that has too little in flight is an error
     check.py --table FILE...    every kernel's numbers too
@@ -14,6 +14,7 @@ import dataclasses
 import hashlib
 import itertools
 import json
+import math
 import os
 import pathlib
 import subprocess
@@ -85,6 +86,14 @@ def check(kernel: sass.Kernel) -> Result:
             f" {total / 1024:.1f} KiB a multiprocessor; it needs {need.bytes / 1024:.1f} KiB. Is there a branch around"
             " each load, or a use between them?"
         )
+    most = kernels.most_instructions(kernel)
+    if not result.error and most < math.inf:
+        found = sum(count for _, count in counts.counted(kernel))
+        if not 0 < found <= most:
+            result.error = (
+                f"{kernel.architecture} {kernel.name}: {found:.1f} instructions an element; at most {most} are allowed"
+                " (MOST_INSTRUCTIONS in scripts/machine_code/kernels.py). 0: its loop was not found"
+            )
     return result
 
 

@@ -154,11 +154,16 @@ def counts_of(kernel: Kernel, parts: tuple[Part, ...]) -> list[tuple[str, float]
 HEAD = ("| kernel | instructions an element | of which |", "| --- | --- | --- |")
 
 
+def counted(kernel: Kernel) -> list[tuple[str, float]]:
+    """Instructions an element of each part of a kernel; nothing where it is not counted."""
+    parts = next((parts for name, parts in COUNTED if re.fullmatch(name, kernel.name)), ())
+    return counts_of(kernel, parts) if parts else []
+
+
 def row(kernel: Kernel) -> str:
     """A kernel's row of a Markdown table, or nothing where it is not counted."""
-    parts = next((parts for name, parts in COUNTED if re.fullmatch(name, kernel.name)), None)
-    if parts is None:
+    counts = counted(kernel)
+    if not counts:
         return ""
-    counts = counts_of(kernel, parts)
     detail = ", ".join(f"{name} {count:.1f}" for name, count in counts) if len(counts) > 1 else ""
     return f"| `{kernel.name}`, {kernel.architecture} | {sum(count for _, count in counts):.1f} | {detail} |"

@@ -1,7 +1,10 @@
 """What each kernel needs in flight, and why where that is not the default."""
 
 import dataclasses
+import math
 import re
+
+from sass import Kernel
 
 # 4.8 TB/s over 132 multiprocessors is 36 bytes a nanosecond each; a load takes some 650 ns under load.
 NEEDED_BYTES = 24 * 1024
@@ -105,6 +108,29 @@ NEEDS = (
     Need("vectors_kernel", exempt="1.3 KB a tensor"),
     Need("(swizzle|transpose_scales|pad_scales)_kernel", exempt="scales: a sixteenth of the operand's bytes or less"),
 )
+
+
+# The most instructions an element that kernels may take on sm_90a, a twentieth more than they do: see counts.py.
+MOST_INSTRUCTIONS = {
+    r"int4_symmetric_rows<([01]), \1, \d, true>": 8.0,
+    r"int4_symmetric_rows<([01]), \1, \d, false>": 9.6,
+    r"quantize_pow2_rows<E\dM\d, \d+>": 8.4,
+    r"quantize_pow2_tiles<E2M1, \d+>": 19.2,
+    r"quantize_pow2_tiles<E[45]M\d, \d+>": 16.6,
+    "quantize_nvfp4_tiles<false>": 26.3,
+    "quantize_nvfp4_tiles<true>": 35.7,
+    "decode_sixteens<.*>": 6.8,
+    "weight_stream_kernel<0, 1, 4, 12>": 3.8,
+    "weight_stream_kernel<1, 1, 4, 12>": 3.1,
+}
+
+
+def most_instructions(kernel: Kernel) -> float:
+    """How many instructions an element a kernel may take; infinite where nothing is said of it."""
+    if kernel.architecture != "sm_90a":
+        return math.inf
+    found = (most for name, most in MOST_INSTRUCTIONS.items() if re.fullmatch(name, kernel.name))
+    return next(found, math.inf)
 
 
 def need_of(name: str) -> Need | None:

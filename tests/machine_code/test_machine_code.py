@@ -56,6 +56,17 @@ def test_a_kernel_that_the_table_does_not_know_fails():
     assert "does not say what it needs" in importlib.import_module("check").check(unknown).error
 
 
+@pytest.mark.parametrize(
+    ("allowed", "error"), [(9.8, ""), (9.0, "9.7 instructions an element; at most 9.0 are allowed")]
+)
+def test_more_instructions_than_a_kernel_may_take_fail(monkeypatch, allowed, error):
+    kernels, counts = importlib.import_module("kernels"), importlib.import_module("counts")
+    monkeypatch.setattr(counts, "counts_of", lambda kernel, parts: [("rows", 9.7)])
+    monkeypatch.setattr(kernels, "MOST_INSTRUCTIONS", {"amax_rotated<.*>": allowed})
+    found = importlib.import_module("check").check(sample("amax_rotated.txt")).error
+    assert error in found and bool(found) == bool(error)
+
+
 # --- windows
 
 

@@ -303,9 +303,21 @@ class TestWeightOnly:
             (call,) = self.calls(fmt, 16, capability)
             assert call.target == "jaxlowprec_weight_only_matmul"
             assert call.operands == ["16x128xbf16", *weight]
-            assert call.results[0] == "16x64xf32"  # the rest of the epilogue is XLA's
+            assert call.results[0] == "16x64xbf16"
             assert f"asymmetric = {str(len(weight) == 3 and fmt.element == 'int4').lower()}" in call.attributes
         assert self.calls(fmt, 2, batch=(8,))[0].operands[0] == "16x128xbf16"
+
+    def test_the_kernel_rounds_sums_and_xla_applies_any_other_epilogue(self):
+        fmt = jlp.Int4(32)
+        for options, result in (
+            ({"out_dtype": jnp.float32}, "f32"),
+            ({"out_dtype": jnp.float16}, "f16"),
+            ({"bias": jnp.ones(64)}, "f32"),
+            ({"activation": "gelu"}, "f32"),
+            ({"accumulate": jnp.ones((16, 64), jnp.bfloat16)}, "f32"),
+        ):
+            (call,) = self.calls(fmt, 16, **options)
+            assert call.results[0] == f"16x64x{result}"
 
     @pytest.mark.parametrize(
         ("fmt", "m", "dtype", "why"),
