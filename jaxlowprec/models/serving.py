@@ -18,6 +18,7 @@ from jaxlowprec.models.quantize_matmuls import QuantizedMatmuls, TracedFunction
 from jaxlowprec.models.transform.modules import Opened
 from jaxlowprec.models.transform.products import Product
 from jaxlowprec.moe.grouped_linear import MODULE_TYPE
+from jaxlowprec.recipes import silence
 from jaxlowprec.recipes.autocast import FROM_CONTEXT, resolve
 from jaxlowprec.recipes.roles import Recipe, Roles
 
@@ -30,7 +31,9 @@ def quantize_params(
     """The parameters for serving: each kernel that was trained quantised becomes a QuantizedArray.
 
     These are exactly the kernels that the recipe applies to, with the bits that training multiplied by; nothing else
-    changes. Layers, and functions of `quantize_matmuls`, accept them without a recipe.
+    changes. Layers, and functions of `quantize_matmuls`, accept them without a recipe. An embedding of an NNX module
+    keeps its table, whose rows are looked up, and gets the recipe, so that `attend` gives the numbers of training; a
+    warning names the table if it may be a tied head. In Linen the table of a head that is called is refused.
 
     A layer's kernel with several axes becomes matrices [batch..., K, N], whose K are the axes that the layer contracts,
     in the order of its input's axes: that of "BTD,NDH->BTNH" becomes [D, N H]. A function's parameter keeps its shape:
@@ -68,19 +71,46 @@ def quantize_params(
         return _of_function(model, recipe, args, kwargs)
     layers = explained(_WHO, model, recipe, *args, **kwargs).layers
     chosen = [layer for layer in layers if layer.roles.ste is not None and layer.roles.weight is not None]
-    _check_some(chosen)
     if isinstance(model, nnx.Module):
-        served = nnx.merge(*nnx.split(model))
-        modules: dict[str, Any] = {"/".join(map(str, path)): module for path, module in nnx.iter_modules(served)}
-        for applied in chosen:
-            layer = modules[applied.path]
-            layer.kernel = jaxlowprec.nnx.Quantized(_served(applied, layer.kernel.get_value()))
-        return served
+        return _served_module(model, recipe, chosen)
+    _check_some(chosen)
     variables = args[0]
     params = variables["params"]
     for applied in chosen:
         params = _replaced(params, (*applied.path.split("/"), "kernel") if applied.path else ("kernel",), applied)
     return {**variables, "params": params}
+
+
+def _served_module(model: nnx.Module, recipe: Any, chosen: list[AppliedRecipe]) -> nnx.Module:
+    """A copy of an NNX module whose kernels are quantised, and whose tables stay with the recipe of their `attend`."""
+    served = nnx.merge(*nnx.split(model))
+    modules: dict[str, Any] = {"/".join(map(str, path)): module for path, module in nnx.iter_modules(served)}
+    tables = [applied for applied in chosen if isinstance(modules[applied.path], nnx.Embed)]
+    _check_some(kernels := [applied for applied in chosen if applied not in tables])
+    for applied in kernels:
+        layer = modules[applied.path]
+        layer.kernel = jaxlowprec.nnx.Quantized(_served(applied, layer.kernel.get_value()))
+    rules = resolve(_WHO, recipe)
+    for applied in tables:
+        layer = modules[applied.path]
+        layer.recipe = rules if layer.recipe is FROM_CONTEXT else layer.recipe
+    found = [_TABLE.format(silence.listed(heads))] if (heads := _tied_heads(modules, tables)) else []
+    silence.warn_once(_WHO, rules, found, depth=2)  # type: ignore[arg-type]
+    return served
+
+
+_TABLE = (
+    "the table of {} stays in high precision, because its rows are looked up; if the model calls its attend, that "
+    "multiplies by the quantised table as in training, but who reads a checkpoint multiplies by the table itself: "
+    "leave it out with exclude= when training"
+)
+
+
+def _tied_heads(modules: dict[str, Any], tables: list[AppliedRecipe]) -> list[str]:
+    """The tables that may be multiplied by: those of the vocabulary, in a model without a linear head of that shape."""
+    rows = max((m.num_embeddings for m in modules.values() if isinstance(m, nnx.Embed)), default=0)
+    linear = {(m.out_features, m.in_features) for m in modules.values() if isinstance(m, nnx.Linear)}
+    return [applied.path for applied in tables if applied.kernel[0] == rows and applied.kernel not in linear]
 
 
 def _check_some(chosen: Any) -> None:

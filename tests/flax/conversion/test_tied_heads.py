@@ -1,5 +1,7 @@
 """Tied heads: the product of Embed.attend follows the recipe in converted models as it does by quantize_matmuls."""
 
+import contextlib
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -134,10 +136,39 @@ def test_explain_says_what_each_embedding_is(library):
     assert plain["tokens"].roles.weight is None
 
 
-def test_a_tied_table_is_not_served_in_few_bits(library):
+def test_a_tied_table_is_not_served_in_few_bits_by_linen():
     """Its rows are looked up in high precision: the served model would have other ones."""
     with pytest.raises(ValueError, match="layer 'tokens' .* looked up in high precision.* leave it out with exclude="):
-        library().served(jlp.Int4QAT(16, exclude=("positions",)))
+        Linen().served(jlp.Int4QAT(16, exclude=("positions",)))
+
+
+@pytest.mark.parametrize("where", ["own rules", "context"])
+def test_nnx_serves_tables_as_they_were_trained(where):
+    """Calls of attend are not seen, so no table is refused: it stays, and attend follows the recipe without a scope."""
+    model, by_context = Nnx(), where == "context"
+    recipe = jlp.Int4QAT(16, exclude=(), scale_dtype="float16" if by_context else "bfloat16")
+    trained = model.module(model.params, ... if by_context else recipe)
+    scope = jlp.autocast(recipe) if by_context else contextlib.nullcontext()
+    with scope, pytest.warns(UserWarning, match="the table of 'tokens' stays in high precision"):
+        expected = nnx.jit(lambda model: model(TOKENS))(trained)
+        served = jlp.quantize_params(trained)
+    assert_same_bytes(served.tokens.embedding[...], trained.tokens.embedding[...])
+    assert isinstance(served.mlp.kernel.get_value(), jlp.QuantizedArray)
+    assert_same_bytes(nnx.jit(lambda model: model(TOKENS))(served), expected)
+    assert trained.tokens.recipe is (... if where == "context" else trained.mlp.recipe)
+
+
+def test_a_table_beside_a_linear_head_is_served_without_a_word(recwarn):
+    """Neither it nor the smaller table of positions can be a head."""
+    model = Nnx().module(Nnx().params, None)
+    model.head = nnx.Linear(16, 32, use_bias=False, rngs=nnx.Rngs(1))
+    jlp.quantize_params(jlp.nnx.convert(model, jlp.Int4QAT(16, exclude=())))
+    assert not [w for w in recwarn if "stays in high precision" in str(w.message)]
+
+
+def test_tables_alone_are_nothing_to_serve():
+    with pytest.raises(ValueError, match="no layer follows a recipe of quantisation-aware training"):
+        Nnx().served(jlp.Int4QAT(16, exclude=("mlp",)))
 
 
 def test_a_model_with_an_excluded_table_is_served(library):
