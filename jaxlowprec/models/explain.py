@@ -194,7 +194,7 @@ def _with_packed(applied: AppliedRecipe, kernel: Any) -> AppliedRecipe:
     """The same with what is to be said of a kernel that is quantised, or has an adapter, or both."""
     weight, notes = without_adapter(kernel), [applied.note]
     if isinstance(weight, QuantizedArray):
-        applied = dataclasses.replace(applied, roles=Roles(None, Role(weight.format), None))
+        applied = dataclasses.replace(applied, roles=Roles(None, Role(weight.format), None), loaded=True)
         notes = ["loaded"]
     if isinstance(kernel, LoRAKernel):
         notes.append(f"adapter of rank {kernel.adapter.rank}")

@@ -25,6 +25,7 @@ class AppliedRecipe:
         axes: those of the kernel's matrices [batch..., K, N]; None if it does not consist of such matrices.
         unserved: why `quantize_params` cannot serve such a kernel, or "".
         sums: how devices add up partial sums of its quantised GEMMs; those of other GEMMs are XLA's.
+        loaded: whether the kernel itself is quantised, in the format of the weight's role.
     """
 
     path: str
@@ -34,6 +35,7 @@ class AppliedRecipe:
     axes: KernelAxes | None = None
     unserved: str = ""
     sums: Sums = IN_FLOAT32
+    loaded: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +60,7 @@ class Explanation:
         rows: list[tuple[str, ...]] = [("layer", "kernel", *tensors, *(["sums"] if some_sums else []), "")]
         for layer in self.layers:
             shape = "x".join(map(str, layer.kernel))
-            operands = (_operand(layer.roles, tensor) for tensor in tensors)
+            operands = (_operand(layer, tensor) for tensor in tensors)
             sums = [_kinds(layer)] if some_sums else []
             rows.append((layer.path or "(model)", shape, *operands, *sums, layer.note))
         widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
@@ -66,9 +68,11 @@ class Explanation:
         return "\n".join(line.rstrip() for line in lines)
 
 
-def _operand(roles: Roles, tensor: str) -> str:
+def _operand(layer: AppliedRecipe, tensor: str) -> str:
     """What a tensor is quantised to where a GEMM reads it so; for each of its GEMMs, if they read different forms."""
-    found = {}
+    roles, found = layer.roles, {}
+    if layer.loaded:
+        return str(roles.weight.format) if tensor == "weight" and roles.weight else "-"
     decodable = tensor != "gradient" and isinstance(roles.operands("fprop"), tuple)
     for gemm in (gemm for gemm, tensors in GEMMS.items() if tensor in tensors):
         operands = roles.operands(gemm)

@@ -152,9 +152,12 @@ class TestModel:
             assert model.explain(..., X) == explanation
 
     def test_explain_says_what_is_loaded(self, model):
-        layers = {layer.path: layer for layer in model.served(RECIPE, X).explain(None, X).layers}
+        explanation = model.served(RECIPE, X).explain(None, X)
+        layers = {layer.path: layer for layer in explanation.layers}
         assert {path for path, layer in layers.items() if layer.note == "loaded"} == set(CHOSEN)
         assert layers["qkv"].roles.weight.format == FORMAT and layers["qkv"].kernel == (32, 64)
+        (row,) = (line.split() for line in str(explanation).splitlines() if line.startswith("qkv"))
+        assert row == ["qkv", "32x64", *str(FORMAT).split(), "-", "-", "loaded"]
 
     def test_explain_shows_other_recipes_too(self, model):
         recipe = jlp.MXFP8BlockScaling()

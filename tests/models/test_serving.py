@@ -99,7 +99,9 @@ class TestWhichParameters:
         served = jlp.quantize_params(self.function, RECIPES["int4"], self.params, X)
         assert isinstance(served["up"]["kernel"], jlp.QuantizedArray)
         assert served["head"] is self.params["head"] and served["up"]["bias"] is self.params["up"]["bias"]
-        rows = {row.path: row for row in jlp.explain(self.function, None, served, X).layers}
+        explanation = jlp.explain(self.function, None, served, X)
+        assert f"  {served['up']['kernel'].format}  -      -         loaded" in str(explanation)
+        rows = {row.path: row for row in explanation.layers}
         assert (rows["up"].note, rows["head"].note) == ("loaded", "no recipe")
 
     @pytest.mark.parametrize(("params", "by_name"), [*itertools.product(["weights", 1], [False, True])])
