@@ -58,7 +58,7 @@ TEST(quantize_stochastically_agrees_with_the_reference) { quantize_agrees_with_t
 
 /// Whole blocks and tiles of bfloat16 that are aligned have kernels of their own: with every kind of numbers.
 template <size_t N>
-void quantize_whole_tiles_agrees_with_the_reference(const NamedFormat (&formats)[N]) {
+void quantize_whole_tiles_agrees_with_the_reference(const NamedFormat (&formats)[N], bool stochastic) {
   std::mt19937 random(7);
   const Shape shape = {128, 256};
   for (const NamedFormat& format : formats)
@@ -69,11 +69,12 @@ void quantize_whole_tiles_agrees_with_the_reference(const NamedFormat (&formats)
         const int64_t size = shape.rows * shape.columns;
         const Buffer x(2 * size * 2);
         fill_elements(x.as(), ElementType::kBF16, 0, 2 * size, numbers.data, random);
-        check_quantize(x, 0, shape, ElementType::kBF16, format, mode, false, {&numbers, &numbers}, random);
+        check_quantize(x, 0, shape, ElementType::kBF16, format, mode, stochastic, {&numbers, &numbers}, random);
       }
 }
-TEST(quantize_whole_tiles_to_nvfp4) { quantize_whole_tiles_agrees_with_the_reference(kNvfp4); }
-TEST(quantize_whole_tiles_to_other_formats) { quantize_whole_tiles_agrees_with_the_reference(kOtherFormats); }
+TEST(quantize_whole_tiles_to_nvfp4) { quantize_whole_tiles_agrees_with_the_reference(kNvfp4, false); }
+TEST(quantize_whole_tiles_to_nvfp4_stochastically) { quantize_whole_tiles_agrees_with_the_reference(kNvfp4, true); }
+TEST(quantize_whole_tiles_to_other_formats) { quantize_whole_tiles_agrees_with_the_reference(kOtherFormats, false); }
 
 /// The bytes that the headers of quantize_rows.cuh and quantize_tiles.cuh say are read and written.
 TEST(quantize_reads_the_elements_once_and_writes_the_results_once) {

@@ -1,5 +1,5 @@
-// Quantisation of bfloat16 to NVFP4 along columns, rotated or not, and rows too if that is wanted: 1x16, to nearest,
-// matrices of whole tiles of 128 x 128. Scales of 24 bits are not exact in bfloat16, so codes are made of float32.
+// Quantisation of bfloat16 to NVFP4 along columns, rotated or not, and rows too if that is wanted: 1x16, matrices of whole
+// tiles of 128 x 128. Scales of 24 bits are not exact in bfloat16, so codes are made of float32.
 //
 // A thread takes 64 elements in each direction: rows as quantize_tiles.cuh; columns that are not rotated in pairs, of which
 // maxima, signs and scales are computed together. Elements that saturate, or whose block is poisoned, are rare: they are
@@ -9,8 +9,8 @@
 // many as the device holds at once, each going through tiles from the matrices' end.
 #pragma once
 
-#include "quantize_scales.cuh"
 #include "rotate.cuh"
+#include "tile_random.cuh"
 #include "tiles_ahead.cuh"
 
 namespace jaxlowprec {
@@ -19,12 +19,14 @@ namespace cuda {
 constexpr int kNvfp4TileThreads = 256;
 constexpr int kNvfp4TileBlocks = 2;  // of a multiprocessor
 
+template <bool kStochastic>
 struct Nvfp4TilesShared {
   TileBuffers tiles;
   PackedColumns codes;
   alignas(8) uint8_t column_scales[kTile][kTileSixteens];
-  Matrix<Scales::kTwoLevel> matrices[2];
+  Matrix<Scales::kTwoLevel> matrices[2];  // rowwise and columnwise, as what follows
   EncodeTable tables[2];
+  TileRandom<kStochastic> random[2];
 };
 
 /// Of rows, whose neighbouring sixteens then meet no bank twice.
@@ -32,7 +34,11 @@ struct Nvfp4Place {
   JLP_DEVICE int chunk(int, int chunk) { return chunk ^ (chunk >> 3); }
 };
 
+/// Random bytes of a sixteen of a line, which rounding to nearest does not read.
+using Bytes = uint32_t[4];
+
 /// A matrix and its table in one direction.
+template <bool kStochastic>
 struct Nvfp4Quantizer {
   const Matrix<Scales::kTwoLevel> matrix;
   const EncodeTable& table;
@@ -41,10 +47,10 @@ struct Nvfp4Quantizer {
   __device__ __forceinline__ bool is_rare(uint32_t amax, float encode) const {
     return !(__fmul_rn(as_float(amax), encode) < 7.0f) || amax >= matrix.poison_from;
   }
-  /// The largest magnitude, as bfloat16, that elements of a rare block are given: its code is that of 6, or of 0 if the
-  /// block is poisoned.
+  /// The largest magnitude, as bfloat16, that elements of a rare block are given: scaled it is 6 or little more, whose code
+  /// is that of 6; or 0 if the block is poisoned.
   __device__ __forceinline__ uint32_t most(uint32_t amax, float encode) const {
-    return amax >= matrix.poison_from || encode != encode ? 0u : as_bits(__fdiv_rn(kE2M1Max, encode)) >> 16;
+    return amax >= matrix.poison_from || encode != encode ? 0u : (as_bits(__fdiv_rn(kE2M1Max, encode)) + 0xFFFFu) >> 16;
   }
 
   /// The bytes of the scales of two blocks.
@@ -58,7 +64,7 @@ struct Nvfp4Quantizer {
   }
 
   /// A sixteen's codes, and its scale's byte.
-  __device__ __forceinline__ uint32_t sixteen(Sixteen<BF16> x, uint2& codes) const {
+  __device__ __forceinline__ uint32_t sixteen(Sixteen<BF16> x, const Bytes& random, uint2& codes) const {
     const uint32_t amax = magnitude_bits<BF16>(x.words);
     uint32_t byte = scale_bytes(amax, 0u);
     float encode = table[byte];
@@ -72,13 +78,12 @@ struct Nvfp4Quantizer {
       }
       if (limit == 0) encode = 0.0f;
     }
-    const uint32_t random[4] = {};
-    codes = {encode_e2m1<false, false>(x, 0, encode, random), encode_e2m1<false, false>(x, 1, encode, random)};
+    codes = {encode_e2m1<kStochastic, false>(x, 0, encode, random), encode_e2m1<kStochastic, false>(x, 1, encode, random)};
     return byte;
   }
 
   /// The codes of 16 rows of a pair of columns, and their scales' bytes.
-  __device__ __forceinline__ uint32_t pair(uint32_t (&w)[16], uint2 (&codes)[2]) const {
+  __device__ __forceinline__ uint32_t pair(uint32_t (&w)[16], const Bytes (&random)[2], uint2 (&codes)[2]) const {
     uint32_t signs[4], most_of_two = 0;
 #pragma unroll
     for (int r = 0; r < 16; r += 4) {
@@ -111,38 +116,61 @@ struct Nvfp4Quantizer {
     }
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      uint32_t of[2] = {};
+      uint32_t of[2];
 #pragma unroll
-      for (int r = 7; r >= 0; --r) {
-        const uint32_t word = w[8 * half + r];
-        of[0] = of[0] * 16u + e2m1_nearest_bits(__fmul_rn(BF16::low(word), encode[0]));
-        of[1] = of[1] * 16u + e2m1_nearest_bits(__fmul_rn(BF16::high(word), encode[1]));
-      }
-      constexpr uint32_t kBias = kE2M1MagicBits * 0x11111111u;
-      const uint32_t even = of[0] - kBias + __byte_perm(signs[2 * half], signs[2 * half + 1], 0x5410);
-      const uint32_t odd = of[1] - kBias + __byte_perm(signs[2 * half], signs[2 * half + 1], 0x7632);
+      for (int c = 0; c < 2; ++c) of[c] = codes_of_column(w + 8 * half, c, encode[c], random[c] + 2 * half);
+      const uint32_t even = of[0] + __byte_perm(signs[2 * half], signs[2 * half + 1], 0x5410);
+      const uint32_t odd = of[1] + __byte_perm(signs[2 * half], signs[2 * half + 1], 0x7632);
       (half ? codes[0].y : codes[0].x) = even, (half ? codes[1].y : codes[1].x) = odd;
     }
     return bytes;
   }
+
+ private:
+  /// The codes of eight magnitudes, those of one column in eight rows of pairs.
+  JLP_DEVICE uint32_t codes_of_column(const uint32_t* w, int column, float encode, const uint32_t* random) {
+    const auto magnitude = [&](int r) { return __fmul_rn(column ? BF16::high(w[r]) : BF16::low(w[r]), encode); };
+    if constexpr (kStochastic) {
+      const StochasticAddend<E2M1> addend;
+      uint32_t v[8];
+#pragma unroll
+      for (int r = 0; r < 8; ++r) v[r] = stochastic_top_byte<E2M1>(magnitude(r), addend, random[r / 4], r % 4);
+      return e2m1_of_top_bytes<true>(v);
+    } else {
+      uint32_t codes = 0;
+#pragma unroll
+      for (int r = 7; r >= 0; --r) codes = codes * 16u + e2m1_nearest_bits(magnitude(r));
+      return codes - kE2M1MagicBits * 0x11111111u;
+    }
+  }
 };
 
-/// kRotate: the columns.
-template <bool kRotate>
+/// The block's tiles. kRotate: the columns.
+template <bool kStochastic, bool kRotate>
 static __global__ void __launch_bounds__(kNvfp4TileThreads, kNvfp4TileBlocks)
     quantize_nvfp4_tiles(const __grid_constant__ WholeTilesArguments a) {
   constexpr int kThreads = kNvfp4TileThreads;
-  Nvfp4TilesShared& shared = block_shared<Nvfp4TilesShared>();
+  Nvfp4TilesShared<kStochastic>& shared = block_shared<Nvfp4TilesShared<kStochastic>>();
   uint32_t started = ~0u;  // the matrix whose scales are at hand
   const auto start = [&](TilePlace at) {
-    if (at.batch == started) return;
-    started = at.batch;
+    if (at.batch != started) {
+      started = at.batch;
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const WholeDirection& direction = i ? a.columnwise : a.rowwise;
-      if (!direction.data) continue;
-      const auto matrix = Matrix<Scales::kTwoLevel>::of_amax(direction.tensor[at.batch], shared.tables[i]);
-      if (threadIdx.x == 0) shared.matrices[i] = matrix;
+      for (int i = 0; i < 2; ++i) {
+        const WholeDirection& direction = i ? a.columnwise : a.rowwise;
+        if (!direction.data) continue;
+        const auto matrix = Matrix<Scales::kTwoLevel>::of_amax(direction.tensor[at.batch], shared.tables[i]);
+        if (threadIdx.x == 0) shared.matrices[i] = matrix;
+        if constexpr (kStochastic) start_keys(direction, at.batch, shared.random[i].keys);
+      }
+      if constexpr (kStochastic) __syncthreads();
+    }
+    if constexpr (kStochastic) {
+      const bool down = threadIdx.x >= kTile;
+      const WholeDirection& direction = down ? a.columnwise : a.rowwise;
+      const uint32_t line = down ? at.across : at.down, sixteen = down ? at.down : at.across;
+      if (direction.data)
+        shared.random[down].start_tile(direction.random, line * kTile, sixteen * kTileSixteens, threadIdx.x % kTile);
     }
   };
   each_tile_ahead<kThreads, Nvfp4Place>(a, shared.tiles, start, [&](TilePlace at, const auto& tile) {
@@ -152,35 +180,46 @@ static __global__ void __launch_bounds__(kNvfp4TileThreads, kNvfp4TileBlocks)
       const int64_t line = static_cast<int64_t>(at.batch) * a.rows + at.down * kTile + row;
       uint8_t* data = a.rowwise.data + line * a.rowwise.data_row + (at.across * kTileSixteens + sixteen) * 8;
       uint8_t* scale = a.rowwise.scale + line * a.rowwise.scale_row + at.across * kTileSixteens + sixteen;
-      const Nvfp4Quantizer quantizer = {shared.matrices[0], shared.tables[0]};
+      const Nvfp4Quantizer<kStochastic> quantizer = {shared.matrices[0], shared.tables[0]};
 #pragma unroll
       for (int i = 0; i < kTile / kRows; ++i) {
+        Bytes random[1] = {};
+        if constexpr (kStochastic) {
+          const uint2 of_line[1] = {shared.random[0].lines[row + kRows * i]};
+          shared.random[0].bytes(of_line, shared.random[0].sixteens[sixteen], random);
+        }
         uint2 codes;
-        *scale = static_cast<uint8_t>(quantizer.sixteen(row_sixteen<Nvfp4Place>(tile, row + kRows * i, sixteen), codes));
+        *scale = static_cast<uint8_t>(
+            quantizer.sixteen(row_sixteen<Nvfp4Place>(tile, row + kRows * i, sixteen), random[0], codes));
         *reinterpret_cast<uint2*>(data) = codes;
         data += kRows * static_cast<uint32_t>(a.rowwise.data_row),
             scale += kRows * static_cast<uint32_t>(a.rowwise.scale_row);
       }
     }
-    const Nvfp4Quantizer quantizer = {shared.matrices[1], shared.tables[1]};
+    const Nvfp4Quantizer<kStochastic> quantizer = {shared.matrices[1], shared.tables[1]};
 #pragma unroll
     for (int part = 0; part < kUnits; ++part) {
       const int pair = threadIdx.x % kTilePairs, sixteen = threadIdx.x / kTilePairs + kPairThreads * part;
       const auto* words = reinterpret_cast<const uint32_t*>(&tile[16 * sixteen][Nvfp4Place::chunk(0, pair / 4)]) + pair % 4;
-      uint32_t w[16];
+      uint32_t w[16], bytes;
       uint2 codes[2];
+      Bytes random[2] = {};
+      if constexpr (kStochastic) {
+        const uint4 lines = *reinterpret_cast<const uint4*>(&shared.random[1].lines[2 * pair]);
+        const uint2 of_lines[2] = {{lines.x, lines.y}, {lines.z, lines.w}};
+        shared.random[1].bytes(of_lines, shared.random[1].sixteens[sixteen], random);
+      }
 #pragma unroll
       for (int r = 0; r < 16; ++r) w[r] = words[r * (kTile / 2)];
-      uint32_t bytes;
       if constexpr (kRotate) {
         flip_signs<BF16>(w, a.sign_mask);
-        bytes = quantizer.sixteen(rotated_sixteen<BF16>(w, 0), codes[0]);
-        bytes |= quantizer.sixteen(rotated_sixteen<BF16>(w, 1), codes[1]) << 8;
-      } else if constexpr (kHasE2M1Conversion) {
-        bytes = quantizer.sixteen(Tile<BF16>::column_sixteen(w, 0), codes[0]);
-        bytes |= quantizer.sixteen(Tile<BF16>::column_sixteen(w, 1), codes[1]) << 8;
+        bytes = quantizer.sixteen(rotated_sixteen<BF16>(w, 0), random[0], codes[0]);
+        bytes |= quantizer.sixteen(rotated_sixteen<BF16>(w, 1), random[1], codes[1]) << 8;
+      } else if constexpr (kHasE2M1Conversion && !kStochastic) {
+        bytes = quantizer.sixteen(Tile<BF16>::column_sixteen(w, 0), random[0], codes[0]);
+        bytes |= quantizer.sixteen(Tile<BF16>::column_sixteen(w, 1), random[1], codes[1]) << 8;
       } else {
-        bytes = quantizer.pair(w, codes);
+        bytes = quantizer.pair(w, random, codes);
       }
 #pragma unroll
       for (int c = 0; c < 2; ++c) {

@@ -70,23 +70,35 @@ struct StochasticAddend {
   const uint32_t bits = kept(0x8000u | ((0u - (kLeastExponent << (23 + kShift))) & 0xFF000000u));
 };
 
-/// The magnitude code of a >= 0, saturating, in the top byte; the bits below are arbitrary. `random` holds the byte.
+/// The magnitude code of a >= 0 in the top byte; the bits below are arbitrary. `random` holds the byte. What is above the
+/// largest code's value must saturate before or after.
 template <class Code>
 JLP_DEVICE uint32_t stochastic_top_byte(float a, const StochasticAddend<Code>& addend, uint32_t random, int byte) {
-  a = fminf(a, Code::kMax);
   const float counted = __fadd_rz(a, fmaxf(a, Code::kMinNormal));
   const uint32_t added = __byte_perm(random, addend.bits, 0x7054u | (static_cast<uint32_t>(byte) << 8));
   return (as_bits(counted) << StochasticAddend<Code>::kShift) + added;
 }
+
+/// Eight E2M1 codes of which those of magnitudes from 6 to below 8 may be 8: that of 6 instead.
+JLP_DEVICE uint32_t saturated_nibbles(uint32_t codes) { return codes - (codes >> 3 & 0x11111111u); }
 
 /// The top bytes of four words, in order.
 JLP_DEVICE uint32_t top_bytes(uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
   return __byte_perm(__byte_perm(a, b, 0x0073), __byte_perm(c, d, 0x0073), 0x5410);
 }
 
+/// Eight E2M1 codes that are at the top of words. kSaturate: magnitudes are below 8, not 6.
+template <bool kSaturate>
+JLP_DEVICE uint32_t e2m1_of_top_bytes(const uint32_t (&v)[8]) {
+  const uint32_t even = top_bytes(v[0], v[2], v[4], v[6]), odd = top_bytes(v[1], v[3], v[5], v[7]);
+  const uint32_t codes = even + (odd << 4);
+  return kSaturate ? saturated_nibbles(codes) : codes;
+}
+
 // --- 16 elements
 
-/// E2M1 codes of elements 8 * half to 8 * half + 7. Those of elements from 7 on are wrong unless they saturate.
+/// E2M1 codes of elements 8 * half to 8 * half + 7. Without kSaturate those of elements from 7 on are wrong, but where the
+/// hardware converts.
 template <bool kStochastic, bool kSaturate, class E>
 JLP_DEVICE uint32_t encode_e2m1(const Sixteen<E>& sixteen, int half, float encode, const uint32_t (&random)[4]) {
   const auto magnitude = [&](int i) { return __fmul_rn(fabsf(value(sixteen, 8 * half + i)), encode); };
@@ -111,9 +123,11 @@ JLP_DEVICE uint32_t encode_e2m1(const Sixteen<E>& sixteen, int half, float encod
     const StochasticAddend<E2M1> addend;
     uint32_t v[8];
 #pragma unroll
-    for (int i = 0; i < 8; ++i) v[i] = stochastic_top_byte<E2M1>(magnitude(i), addend, random[2 * half + i / 4], i % 4);
-    const uint32_t even = top_bytes(v[0], v[2], v[4], v[6]), odd = top_bytes(v[1], v[3], v[5], v[7]);
-    return with_signs(even + (odd << 4), sixteen, half);
+    for (int i = 0; i < 8; ++i) {
+      const float a = magnitude(i);
+      v[i] = stochastic_top_byte<E2M1>(kSaturate ? fminf(a, kE2M1Max) : a, addend, random[2 * half + i / 4], i % 4);
+    }
+    return with_signs(e2m1_of_top_bytes<!kSaturate>(v), sixteen, half);
   }
 }
 
@@ -129,7 +143,8 @@ JLP_DEVICE uint32_t encode_float8(const Sixteen<E>& sixteen, int quarter, float 
     uint32_t v[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i)
-      v[i] = stochastic_top_byte<Code>(fabsf(y[i]), addend, random[quarter], i) | (as_bits(y[i]) & kSignBit);
+      v[i] =
+          stochastic_top_byte<Code>(fminf(fabsf(y[i]), Code::kMax), addend, random[quarter], i) | (as_bits(y[i]) & kSignBit);
     return top_bytes(v[0], v[1], v[2], v[3]);
   } else if constexpr (kHasFloat8Conversion<Code>) {
     return float8x2_hardware<Code>(y[0], y[1]) | float8x2_hardware<Code>(y[2], y[3]) << 16;
@@ -151,7 +166,7 @@ JLP_DEVICE void encode_sixteen(const Sixteen<E>& sixteen, float encode, bool bel
   if constexpr (!Code::kPacked) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) codes[i] = encode_float8<Code, kStochastic>(sixteen, i, encode, random);
-  } else if (kStochastic || kHasE2M1Conversion || below_7) {
+  } else if (!kStochastic && (kHasE2M1Conversion || below_7)) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) codes[half] = encode_e2m1<kStochastic, false>(sixteen, half, encode, random);
   } else {

@@ -94,7 +94,8 @@ cudaError_t launch_whole_tiles(const QuantizeProblem& p, int threads, cudaStream
   static_assert(kBlocks * (sizeof(Shared) + 1024) <= 228 * 1024, "an sm_90 holds them, and needs 1 KiB");
   const Format& f = p.format;
   const auto direction = [&](const QuantizeDirection& d, int64_t length) {
-    return WholeDirection{d.tensor, d.data, d.scale, f.row_bytes(length), f.scale_columns(length) * f.scale_bytes()};
+    return WholeDirection{d.tensor, d.data, d.scale, f.row_bytes(length), f.scale_columns(length) * f.scale_bytes(),
+                          d.random};
   };
   WholeTilesArguments a = {static_cast<const uint16_t*>(p.x), p.rows,     p.columns, {}, direction(p.rowwise, p.columns),
                            direction(p.columnwise, p.rows),   p.sign_mask};
@@ -116,10 +117,10 @@ cudaError_t launch_tiles(const QuantizeProblem& p, cudaStream_t stream) {
         return launch_pow2_tiles<Code, 128>(p, stream);
     if (has_pow2_scales(p.format) && whole_tiles(p)) return launch_pow2_tiles<Code, 32>(p, stream);
   }
-  if constexpr (std::is_same_v<E, BF16> && kScales == Scales::kTwoLevel && !kStochastic)
+  if constexpr (std::is_same_v<E, BF16> && kScales == Scales::kTwoLevel)
     if (!p.format.tiles && whole_tiles(p))
-      return launch_whole_tiles<quantize_nvfp4_tiles<kRotate>, Nvfp4TilesShared, kNvfp4TileBlocks>(p, kNvfp4TileThreads,
-                                                                                                   stream);
+      return launch_whole_tiles<quantize_nvfp4_tiles<kStochastic, kRotate>, Nvfp4TilesShared<kStochastic>, kNvfp4TileBlocks>(
+          p, kNvfp4TileThreads, stream);
   QuantizeArguments a = quantize_arguments<E, Code>(p);
   if (!cut(p.batch, divide_up(a.rows, kTile), divide_up(a.columns, kTile), a.tiles)) return cudaErrorInvalidValue;
   using Shared = TilesShared<E, Code, kScales, kStochastic>;

@@ -215,8 +215,8 @@ struct RoundKeys<true> {
 };
 
 /// The block's threads share the work, and a barrier must follow.
-template <bool kStochastic>
-JLP_DEVICE void start_keys(const DirectionArguments& direction, uint32_t batch, RoundKeys<kStochastic>& keys) {
+template <class Direction, bool kStochastic>
+JLP_DEVICE void start_keys(const Direction& direction, uint32_t batch, RoundKeys<kStochastic>& keys) {
   if constexpr (kStochastic) {
     const uint32_t i = threadIdx.x;
     const Random& random = direction.random;

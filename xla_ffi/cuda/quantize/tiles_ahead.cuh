@@ -15,6 +15,7 @@ struct WholeDirection {
   const float* tensor;          // the amaxes of NVFP4
   uint8_t *data, *scale;        // data null: not wanted
   int64_t data_row, scale_row;  // bytes of a line
+  Random random;                // of stochastic rounding
 };
 
 struct WholeTilesArguments {
