@@ -39,7 +39,7 @@ NEEDS = (
     Need(r"row_scaled_quantize<\w+, [3-5]>", memory_share=1 / 2, in_loop=True, dynamic_shared=544),
     Need("row_scaled_quantize<.*>", in_loop=True, dynamic_shared=544),
     # Two tiles of 32 KiB, codes of one, scales and maxima.
-    Need("quantize_(pow2|nvfp4)_tiles<.*>", in_loop=True, dynamic_shared=84 * 1024),
+    Need("quantize_(norm_|activation_|gradient_)?(pow2|nvfp4)_tiles<.*>", in_loop=True, dynamic_shared=84 * 1024),
     # A tile of 64 KiB, codes, maxima and tables; of 32 KiB where elements have 16 bits, and two for gradients of two.
     Need(r"quantize_gradient_tiles<\w+, \w+, 2>", in_loop=True, dynamic_shared=86 * 1024),
     Need("quantize_(norm_|activation_|gradient_)?tiles<F32, .*>", in_loop=True, dynamic_shared=86 * 1024),

@@ -100,6 +100,24 @@ TEST(quantized_activations_have_the_bytes_of_both_rules) {
   }
 }
 
+/// Whole tiles of bfloat16 that are aligned have kernels of their own where scales are powers of two.
+TEST(whole_tiles_of_quantized_activations_have_the_bytes_of_both_rules) {
+  std::mt19937 random(9);
+  const Shape shape = {128, 256};
+  int turn = 0;
+  for (const NamedFormat& format : kOtherFormats) {
+    if (format.format.scaling == Scaling::kTensor) continue;
+    for (const Mode& mode : kModes) {
+      if (mode.rotate) continue;
+      for (const ActivationKind kind : kActivations)
+        for (const bool gated : {false, true}) {
+          const ActivationCase c{kind, ElementType::kBF16, 2 * shape.rows * shape.columns, gated, kAnyData[turn++ % 6]};
+          check_quantized_activation({c, shape, format, mode, false, 0}, random);
+        }
+    }
+  }
+}
+
 TEST(nothing_is_launched_for_nothing) {
   CHECK_EQ(cuda::launch(ActivationQuantizeProblem{}, nullptr), cudaSuccess);
   CHECK_EQ(cuda::launch(ActivationGradientQuantizeProblem{}, nullptr), cudaSuccess);

@@ -50,6 +50,23 @@ TEST(quantized_norms_have_the_bytes_of_both_rules) {
   }
 }
 
+/// Whole tiles of bfloat16 that are aligned have kernels of their own where scales are powers of two.
+TEST(whole_tiles_of_quantized_norms_have_the_bytes_of_both_rules) {
+  std::mt19937 random(8);
+  for (const NamedFormat& format : kOtherFormats) {
+    if (format.format.scaling == Scaling::kTensor) continue;
+    for (const Mode& mode : kModes)
+      for (const auto data : kAnyData) {
+        if (mode.rotate) continue;
+        const NormKind kind = random() % 2 ? NormKind::kLayer : NormKind::kRms;
+        const bool has_beta = kind == NormKind::kLayer && random() % 2, has_residual = random() % 2;
+        const NormCase c{kind, ElementType::kBF16, 2, 128, 256, has_residual, has_beta, data};
+        const check::Given given(c.text() + " " + format.name + " " + mode.name);
+        check_quantized_norm(Norms(c, random), 0, format, mode, false, random);
+      }
+  }
+}
+
 TEST(nothing_is_launched_for_nothing) {
   NormQuantizeProblem p{};
   p.batch = 1, p.columns = 8;

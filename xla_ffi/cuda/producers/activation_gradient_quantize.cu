@@ -6,6 +6,10 @@ namespace {
 
 template <class E, class Code, int kResults>
 cudaError_t launch_gradients(const MadeOf<kResults>& made, cudaStream_t stream) {
+  if (const int found = pow2_block_of<E, Code>(made))
+    return with_pow2_block<Code>(found, [&](auto block) {
+      return launch_pow2_made<quantize_gradient_pow2_tiles<Code, block, kResults>, Code>(made, stream);
+    });
   return launch_made<quantize_gradient_tiles<E, Code, kResults>, E, Code, false>(made, stream);
 }
 

@@ -1,17 +1,19 @@
 // Activations and their gradients that are quantised and not stored, to MXFP8, MXFP4 and Float8Block: bytes are those of the
 // activation's kernel and then the quantisation's (numerics.md 12.1 and 4 to 7).
 //
-// Data flow: the tiles of quantize_tiles.cuh hold the first operand; for the gradients of gate and up, the first two. Each
-// thread replaces the chunks of 16 bytes that it has copied there by results, rounded to the elements' type. It loads the
-// other operands' chunks itself, those of its next row while it computes one. Then the results are quantised in turn.
+// Data flow: the tiles of quantize_tiles.cuh, or of pow2_tiles.cuh where they serve, hold the first operand; for the
+// gradients of gate and up, the first two. Each thread replaces the chunks of 16 bytes that it has copied there by results,
+// rounded to the elements' type. It loads the other operands' chunks itself, those of its next row while it computes one.
+// Then the results are quantised in turn.
 //
 // Bytes moved per element: the operands once, and what quantisation writes. Of 16 bits, both ways to MXFP8: silu 4, swiglu
 // 6, their gradients 6 and 10, and the scales; stored and then quantised 8, 10, 10 and 18. Two tiles of float32 are 128 KiB,
 // more than some GPUs have: the gradients of gate and up take a launch each, which moves 24 instead of 32.
 //
-// Launch: as quantize_tiles.cuh.
+// Launch: as those.
 #pragma once
 
+#include "../quantize/pow2_tiles.cuh"
 #include "../quantize/quantize_tiles.cuh"
 #include "activations.cuh"
 
@@ -21,10 +23,10 @@ namespace cuda {
 /// What is computed of the operands: an activation, or the gradients of some of them.
 enum class Makes : int32_t { kPlain, kGated, kGradient, kGradientOfGate, kGradientOfUp, kGradientsOfBoth };
 
-/// Result i takes the place of operand i, `results[i].x`, in tile i.
-template <int kTiles>
+/// Result i takes the place of operand i, `results[i].x`, in tile i. Result: QuantizeArguments or WholeTilesArguments.
+template <class Result, int kTiles>
 struct ActivationQuantizeArguments {
-  QuantizeArguments results[kTiles];  // their own `tiles` are not set
+  Result results[kTiles];  // their own `tiles` are not set
   Tiles tiles;
   const void* others[2];  // the operands that are in no tile
   bool whole;             // rows of all operands begin at multiples of 16 bytes
@@ -45,13 +47,13 @@ struct ActivateBackwardOne {
 };
 
 /// Replaces what this thread has copied by results. What is beyond the matrix stays zero: so is each result of zeros.
-template <class E, class Rule>
-JLP_DEVICE void apply_to_tiles(const ActivationQuantizeArguments<Rule::kResults>& a, const TileCorner& at,
-                               Tile<E> (&tiles)[Rule::kResults]) {
+/// Chunks: Tile or OwnChunks.
+template <class E, class Rule, class Arguments, class Chunks>
+JLP_DEVICE void apply_to_tiles(const Arguments& a, const TileCorner& at, Chunks (&tiles)[Rule::kResults]) {
   using P = Piece<E::kType, true>;
   constexpr int kTiles = Rule::kResults, kOthers = Rule::kOperands - kTiles;
   const int64_t columns = a.results[0].columns;
-  const int first = Tile<E>::own_chunk() * P::kCount, left = at.columns_left - first;
+  const int first = Chunks::own_chunk() * P::kCount, left = at.columns_left - first;
   if (left <= 0) return;
   const int64_t start = (at.batch * a.results[0].rows + at.row) * columns + at.column + first;
   uint4 others[kOthers + 1];
@@ -61,7 +63,7 @@ JLP_DEVICE void apply_to_tiles(const ActivationQuantizeArguments<Rule::kResults>
       others[j] =
           Tile<E>::load_chunk(static_cast<const typename E::Storage*>(a.others[j]) + start + row * columns, left, a.whole);
   };
-  int row = Tile<E>::own_row();
+  int row = Chunks::own_row();
   if (row < at.rows_left) load(row);
 #pragma unroll 1
   while (row < at.rows_left) {
@@ -71,7 +73,7 @@ JLP_DEVICE void apply_to_tiles(const ActivationQuantizeArguments<Rule::kResults>
 #pragma unroll
     for (int j = 0; j < kOthers; ++j) operands[kTiles + j] = others[j];
     const int current = row;
-    row += Tile<E>::kOwnRows;
+    row += Chunks::kOwnRows;
     if (row < at.rows_left) load(row);
     apply_to_pieces<P, Rule>(operands, results);
 #pragma unroll
@@ -90,22 +92,53 @@ JLP_DEVICE void visit_rule(ActivationKind kind, Visit visit) {
     visit(ReluSquared{});
 }
 
+/// The activation of tiles of its first operand.
+template <class E, class Arguments, class Chunks>
+JLP_DEVICE void activate_tiles(const Arguments& a, const TileCorner& at, Chunks (&tiles)[1]) {
+  visit_rule(a.kind, [&](auto rule) {
+    if (a.makes == Makes::kGated)
+      apply_to_tiles<E, Activate<decltype(rule), true>>(a, at, tiles);
+    else
+      apply_to_tiles<E, Activate<decltype(rule), false>>(a, at, tiles);
+  });
+}
+
+/// The gradients of tiles of dy, and of x where there are two.
+template <class E, int kTiles, class Arguments, class Chunks>
+JLP_DEVICE void activate_tiles_backward(const Arguments& a, const TileCorner& at, Chunks (&tiles)[kTiles]) {
+  visit_rule(a.kind, [&](auto rule) {
+    using Rule = decltype(rule);
+    if constexpr (kTiles == 2) {
+      apply_to_tiles<E, ActivateBackward<Rule, true>>(a, at, tiles);
+    } else if constexpr (E::kBytes == 2) {
+      apply_to_tiles<E, ActivateBackward<Rule, false>>(a, at, tiles);
+    } else {
+      if (a.makes == Makes::kGradientOfUp)
+        apply_to_tiles<E, ActivateBackwardOne<Rule, true>>(a, at, tiles);
+      else if (a.makes == Makes::kGradientOfGate)
+        apply_to_tiles<E, ActivateBackwardOne<Rule, false>>(a, at, tiles);
+      else
+        apply_to_tiles<E, ActivateBackward<Rule, false>>(a, at, tiles);
+    }
+  });
+}
+
 /// One less than quantize_tiles has: the rules need registers, too.
 template <class E, bool kStochastic>
 constexpr int kActivationTileBlocks = E::kBytes == 4 || kStochastic ? 2 : 3;
 
 template <class E, class Code, bool kStochastic>
 __global__ void __launch_bounds__(kTileThreads, kActivationTileBlocks<E, kStochastic>)
-    quantize_activation_tiles(const __grid_constant__ ActivationQuantizeArguments<1> a) {
+    quantize_activation_tiles(const __grid_constant__ ActivationQuantizeArguments<QuantizeArguments, 1> a) {
   quantize_each_tile<E, Code, Scales::kOne, kStochastic, false, 1>(
-      a.tiles, a.results, [&](const TileCorner& at, auto& tiles) {
-        visit_rule(a.kind, [&](auto rule) {
-          if (a.makes == Makes::kGated)
-            apply_to_tiles<E, Activate<decltype(rule), true>>(a, at, tiles);
-          else
-            apply_to_tiles<E, Activate<decltype(rule), false>>(a, at, tiles);
-        });
-      });
+      a.tiles, a.results, [&](const TileCorner& at, auto& tiles) { activate_tiles<E>(a, at, tiles); });
+}
+
+template <class Code, int kBlock>
+__global__ void __launch_bounds__(kPow2TileThreads, kPow2TileBlocks)
+    quantize_activation_pow2_tiles(const __grid_constant__ ActivationQuantizeArguments<WholeTilesArguments, 1> a) {
+  quantize_each_pow2_tile<Code, kBlock, 1>(
+      a.tiles, a.results, [&](TilePlace at, auto& tiles) { activate_tiles<BF16>(a, TileCorner::of_whole(at), tiles); });
 }
 
 /// An sm_90 holds two blocks with two tiles of 16 bits each; sm_80 and sm_120 hold one.
@@ -116,25 +149,17 @@ constexpr int kGradientTileBlocks = kTiles == 1                    ? kActivation
 
 template <class E, class Code, int kTiles>
 __global__ void __launch_bounds__(kTileThreads, kGradientTileBlocks<E, kTiles>)
-    quantize_gradient_tiles(const __grid_constant__ ActivationQuantizeArguments<kTiles> a) {
+    quantize_gradient_tiles(const __grid_constant__ ActivationQuantizeArguments<QuantizeArguments, kTiles> a) {
   quantize_each_tile<E, Code, Scales::kOne, false, false, kTiles>(
-      a.tiles, a.results, [&](const TileCorner& at, auto& tiles) {
-        visit_rule(a.kind, [&](auto rule) {
-          using Rule = decltype(rule);
-          if constexpr (kTiles == 2) {
-            apply_to_tiles<E, ActivateBackward<Rule, true>>(a, at, tiles);
-          } else if constexpr (E::kBytes == 2) {
-            apply_to_tiles<E, ActivateBackward<Rule, false>>(a, at, tiles);
-          } else {
-            if (a.makes == Makes::kGradientOfUp)
-              apply_to_tiles<E, ActivateBackwardOne<Rule, true>>(a, at, tiles);
-            else if (a.makes == Makes::kGradientOfGate)
-              apply_to_tiles<E, ActivateBackwardOne<Rule, false>>(a, at, tiles);
-            else
-              apply_to_tiles<E, ActivateBackward<Rule, false>>(a, at, tiles);
-          }
-        });
-      });
+      a.tiles, a.results, [&](const TileCorner& at, auto& tiles) { activate_tiles_backward<E, kTiles>(a, at, tiles); });
+}
+
+template <class Code, int kBlock, int kTiles>
+__global__ void __launch_bounds__(kPow2TileThreads, kPow2TileBlocks)
+    quantize_gradient_pow2_tiles(const __grid_constant__ ActivationQuantizeArguments<WholeTilesArguments, kTiles> a) {
+  quantize_each_pow2_tile<Code, kBlock, kTiles>(a.tiles, a.results, [&](TilePlace at, auto& tiles) {
+    activate_tiles_backward<BF16, kTiles>(a, TileCorner::of_whole(at), tiles);
+  });
 }
 
 }  // namespace cuda

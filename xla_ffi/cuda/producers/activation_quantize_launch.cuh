@@ -17,25 +17,51 @@ struct MadeOf {
   const void* operands[kResults + 2];
   ActivationKind kind;
   Makes makes;
+
+  /// One of them, with the operand whose place it takes.
+  QuantizeProblem result(int i) const {
+    QuantizeProblem q = results[i];
+    q.x = operands[i];
+    return q;
+  }
 };
+
+/// Result: QuantizeArguments or WholeTilesArguments, which are those of a problem by `arguments`.
+template <class Result, int kTiles, class ArgumentsOf>
+ActivationQuantizeArguments<Result, kTiles> arguments_of(const MadeOf<kTiles>& made, ArgumentsOf arguments) {
+  ActivationQuantizeArguments<Result, kTiles> a{};
+  a.kind = made.kind, a.makes = made.makes;
+  for (int i = 0; i < kTiles; ++i) a.results[i] = arguments(made.result(i));
+  std::copy_n(made.operands + kTiles, 2, a.others);
+  a.whole = aligned(a.others[0], 16) && aligned(a.others[1], 16);
+  return a;
+}
 
 template <auto kKernel, class E, class Code, bool kStochastic, int kTiles>
 cudaError_t launch_made(const MadeOf<kTiles>& made, cudaStream_t stream) {
   using Shared = TilesShared<E, Code, Scales::kOne, kStochastic, kTiles>;
   static_assert(sizeof(Shared) <= 99 * 1024, "what a block can have on sm_86, sm_89 and sm_120");
-  ActivationQuantizeArguments<kTiles> a{};
-  a.kind = made.kind, a.makes = made.makes;
-  for (int i = 0; i < kTiles; ++i) {
-    QuantizeProblem q = made.results[i];
-    q.x = made.operands[i];
-    a.results[i] = quantize_arguments<E, Code>(q);
-  }
-  std::copy_n(made.operands + kTiles, 2, a.others);
-  a.whole = a.results[0].pieces && aligned(a.others[0], 16) && aligned(a.others[1], 16);
+  auto a = arguments_of<QuantizeArguments>(made, quantize_arguments<E, Code>);
   const QuantizeArguments& q = a.results[0];
+  a.whole = a.whole && q.pieces;
   if (!cut(made.results->batch, divide_up(q.rows, kTile), divide_up(q.columns, kTile), a.tiles))
     return cudaErrorInvalidValue;
   return launch_over_tiles<kKernel, Shared>(kTileThreads, a, stream);
+}
+
+/// The block of all results' tiles if the kernels of pow2_tiles.cuh serve them; else 0.
+template <class E, class Code, int kTiles>
+int pow2_block_of(const MadeOf<kTiles>& made) {
+  if (!std::is_same_v<E, BF16>) return 0;
+  for (int i = 0; i < kTiles; ++i)
+    if (!whole_tiles(made.result(i))) return 0;
+  return pow2_block<Code>(made.results->format);
+}
+
+template <auto kKernel, class Code, int kTiles>
+cudaError_t launch_pow2_made(const MadeOf<kTiles>& made, cudaStream_t stream) {
+  const auto a = arguments_of<WholeTilesArguments>(made, whole_tiles_arguments);
+  return launch_pow2_tiles<kKernel, Code>(made.result(0), a, stream);
 }
 
 /// Calls visit with the types of the elements and of the codes.

@@ -152,7 +152,7 @@ static __global__ void __launch_bounds__(kNvfp4TileThreads, kNvfp4TileBlocks)
   constexpr int kThreads = kNvfp4TileThreads;
   Nvfp4TilesShared<kStochastic>& shared = block_shared<Nvfp4TilesShared<kStochastic>>();
   uint32_t started = ~0u;  // the matrix whose scales are at hand
-  const auto start = [&](TilePlace at) {
+  const auto start = [&](TilePlace at, auto&) {
     if (at.batch != started) {
       started = at.batch;
 #pragma unroll
@@ -173,7 +173,7 @@ static __global__ void __launch_bounds__(kNvfp4TileThreads, kNvfp4TileBlocks)
         shared.random[down].start_tile(direction.random, line * kTile, sixteen * kTileSixteens, threadIdx.x % kTile);
     }
   };
-  each_tile_ahead<kThreads, Nvfp4Place>(a, shared.tiles, start, [&](TilePlace at, const auto& tile) {
+  each_tile_ahead<kThreads, Nvfp4Place>(a.tiles, a, shared.tiles, start, [&](TilePlace at, const auto& tile) {
     if (a.rowwise.data) {
       constexpr int kRows = kThreads / kTileSixteens;
       const int row = threadIdx.x / kTileSixteens, sixteen = threadIdx.x % kTileSixteens;

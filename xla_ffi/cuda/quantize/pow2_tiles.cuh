@@ -169,18 +169,60 @@ struct Pow2Tile {
   }
 };
 
+/// The block's tiles, one after another: at each place those of kTiles matrices, which are quantised alike; of one, the next
+/// tile is on its way. prepare(at, tiles): what a thread does to the chunks that it has copied itself, before others see
+/// them.
+template <class Code, int kBlock, int kTiles, class Prepare>
+JLP_DEVICE void quantize_each_pow2_tile(const Tiles& places, const WholeTilesArguments* results, Prepare prepare) {
+  using Chunks = OwnChunks<kPow2TileThreads, Pow2Place>;
+  Pow2TilesShared<Code>& shared = block_shared<Pow2TilesShared<Code>>();
+  const auto start = [&](int i, TilePlace at, const auto& words) {
+    const Pow2Tile<Code, kBlock> tile = {results[i], shared, words, at};
+    if (results[i].rowwise.data) tile.rows();
+    if (results[i].columnwise.data) tile.columns();
+    __syncthreads();
+    return tile;
+  };
+  const auto finish = [](const auto& tile) {
+    if (tile.a.columnwise.data) tile.store_columns();
+  };
+  if constexpr (kTiles == 1) {
+    each_tile_ahead<kPow2TileThreads, Pow2Place>(
+        places, *results, shared.tiles,
+        [&](TilePlace at, auto& words) {
+          const Chunks tiles[1] = {{words}};
+          prepare(at, tiles);
+        },
+        [&](TilePlace at, const auto& words) { finish(start(0, at, words)); });
+  } else {
+    static_assert(kTiles == 2, "as many as there are buffers");
+    TilePlace at = Tiles::last(places);
+    const auto load = [&](int i, TilePlace from) {
+      load_tile<kPow2TileThreads, Pow2Place>(places, results[i], from, shared.tiles[i]);
+    };
+    load(0, at), load(1, at);
+    while (at.batch < places.count.batch) {
+      const TilePlace next = Tiles::previous(places, at);
+      const Chunks tiles[2] = {{shared.tiles[0]}, {shared.tiles[1]}};
+      copy_async_wait<0>();
+      prepare(at, tiles);
+      __syncthreads();
+#pragma unroll 1
+      for (int i = 0; i < 2; ++i) {
+        const auto tile = start(i, at, shared.tiles[i]);
+        load(i, next);
+        finish(tile);
+        if (i == 0) __syncthreads();  // its codes have left
+      }
+      at = next;
+    }
+  }
+}
+
 template <class Code, int kBlock>
 static __global__ void __launch_bounds__(kPow2TileThreads, kPow2TileBlocks)
     quantize_pow2_tiles(const __grid_constant__ WholeTilesArguments a) {
-  Pow2TilesShared<Code>& shared = block_shared<Pow2TilesShared<Code>>();
-  const auto quantize = [&](TilePlace at, const uint4(&words)[kTile][kTile / 8]) {
-    const Pow2Tile<Code, kBlock> tile = {a, shared, words, at};
-    if (a.rowwise.data) tile.rows();
-    tile.columns();
-    __syncthreads();
-    tile.store_columns();
-  };
-  each_tile_ahead<kPow2TileThreads, Pow2Place>(a, shared.tiles, [](TilePlace) {}, quantize);
+  quantize_each_pow2_tile<Code, kBlock, 1>(a.tiles, &a, [](TilePlace, const auto&) {});
 }
 
 }  // namespace cuda

@@ -43,16 +43,28 @@ inline QuantizeProblem as_long_rows(QuantizeProblem p) {
   return p;
 }
 
-/// Whether all scales are powers of two that follow from amaxes, of blocks that the kernels for these know.
-inline bool has_pow2_scales(const Format& f) {
-  return !f.tiles && ((f.scaling == Scaling::kE8M0 && f.scale_rule == ScaleRule::kUp && f.block == 32) ||
-                      (f.scaling == Scaling::kFloat32 && f.power_of_two && f.amax_epsilon == 0.0f && f.block == 128));
+/// The block of formats whose scales are powers of two that follow from amaxes, if the kernels for these know it; else 0.
+template <class Code>
+int pow2_block(const Format& f) {
+  if (f.tiles) return 0;
+  if (f.scaling == Scaling::kE8M0 && f.scale_rule == ScaleRule::kUp && f.block == 32) return 32;
+  const bool is_pow2 = f.scaling == Scaling::kFloat32 && f.power_of_two && f.amax_epsilon == 0.0f;
+  return !Code::kPacked && is_pow2 && f.block == 128 ? 128 : 0;
+}
+
+/// Calls visit with such a block, as a constant.
+template <class Code, class Visit>
+cudaError_t with_pow2_block(int block, Visit visit) {
+  if constexpr (!Code::kPacked)
+    if (block == 128) return visit(std::integral_constant<int, 128>{});
+  return visit(std::integral_constant<int, 32>{});
 }
 
 /// Whether they serve rows: whole blocks, aligned, and sixteens that can be counted in 32 bits, one grid further too.
-inline bool pow2_rows_serve(const QuantizeProblem& p) {
+template <class Code>
+bool pow2_rows_serve(const QuantizeProblem& p) {
   const int64_t sixteens = p.batch * p.rows * p.columns / 16;
-  return has_pow2_scales(p.format) && p.columns % p.format.block == 0 && sixteens <= INT32_MAX && aligned(p.x, 16) &&
+  return pow2_block<Code>(p.format) && p.columns % p.format.block == 0 && sixteens <= INT32_MAX && aligned(p.x, 16) &&
          aligned(p.rowwise.data, p.format.packed() ? 8 : 16);
 }
 
@@ -62,15 +74,15 @@ cudaError_t launch_pow2_rows(const QuantizeProblem& p, cudaStream_t stream) {
   const Pow2RowsArguments a = {static_cast<const uint4*>(p.x), p.rowwise.data, p.rowwise.scale,
                                static_cast<uint32_t>(sixteens)};
   const int64_t pieces = divide_up(sixteens, kPow2RowThreads * kPow2RowsAhead);
-  if constexpr (!Code::kPacked)
-    if (p.format.block == 128) return launch_over_pieces<quantize_pow2_rows<Code, 128>>(pieces, kPow2RowThreads, a, stream);
-  return launch_over_pieces<quantize_pow2_rows<Code, 32>>(pieces, kPow2RowThreads, a, stream);
+  return with_pow2_block<Code>(p.format.block, [&](auto block) {
+    return launch_over_pieces<quantize_pow2_rows<Code, block>>(pieces, kPow2RowThreads, a, stream);
+  });
 }
 
 template <class E, class Code, Scales kScales, bool kStochastic>
 cudaError_t launch_rows(const QuantizeProblem& problem, cudaStream_t stream) {
   if constexpr (std::is_same_v<E, BF16> && kScales == Scales::kOne && !kStochastic)
-    if (pow2_rows_serve(problem)) return launch_pow2_rows<Code>(problem, stream);
+    if (pow2_rows_serve<Code>(problem)) return launch_pow2_rows<Code>(problem, stream);
   const QuantizeProblem p = as_long_rows(problem);
   QuantizeArguments a = quantize_arguments<E, Code>(p);
   while ((kTileSegments >> a.log_segments) > 1 && (kSegmentColumns << a.log_segments) < a.columns) ++a.log_segments;
@@ -84,43 +96,46 @@ cudaError_t launch_rows(const QuantizeProblem& problem, cudaStream_t stream) {
 inline bool whole_tiles(const QuantizeProblem& p) {
   constexpr int64_t kMost = INT32_MAX / kTile;
   const auto aligned_results = [](const QuantizeDirection& d) { return aligned(d.data, 16) && aligned(d.scale, 8); };
-  return p.columnwise.data && p.rows % kTile == 0 && p.columns % kTile == 0 && p.rows <= kMost && p.columns <= kMost &&
-         aligned(p.x, 16) && aligned_results(p.rowwise) && aligned_results(p.columnwise);
+  return p.rows % kTile == 0 && p.columns % kTile == 0 && p.rows <= kMost && p.columns <= kMost && aligned(p.x, 16) &&
+         aligned_results(p.rowwise) && aligned_results(p.columnwise);
 }
 
-/// Launches one of them.
-template <auto kKernel, class Shared, int kBlocks>
-cudaError_t launch_whole_tiles(const QuantizeProblem& p, int threads, cudaStream_t stream) {
-  static_assert(kBlocks * (sizeof(Shared) + 1024) <= 228 * 1024, "an sm_90 holds them, and needs 1 KiB");
+/// The arguments of those kernels; `tiles` are not set.
+inline WholeTilesArguments whole_tiles_arguments(const QuantizeProblem& p) {
   const Format& f = p.format;
   const auto direction = [&](const QuantizeDirection& d, int64_t length) {
     return WholeDirection{d.tensor, d.data, d.scale, f.row_bytes(length), f.scale_columns(length) * f.scale_bytes(),
                           d.random};
   };
-  WholeTilesArguments a = {static_cast<const uint16_t*>(p.x), p.rows,     p.columns, {}, direction(p.rowwise, p.columns),
-                           direction(p.columnwise, p.rows),   p.sign_mask};
+  return {static_cast<const uint16_t*>(p.x), p.rows,     p.columns, {}, direction(p.rowwise, p.columns),
+          direction(p.columnwise, p.rows),   p.sign_mask};
+}
+
+/// Launches one of them.
+template <auto kKernel, class Shared, int kBlocks, class Arguments>
+cudaError_t launch_whole_tiles(const QuantizeProblem& p, int threads, Arguments a, cudaStream_t stream) {
+  static_assert(kBlocks * (sizeof(Shared) + 1024) <= 228 * 1024, "an sm_90 holds them, and needs 1 KiB");
   if (!cut(p.batch, p.rows / kTile, p.columns / kTile, a.tiles)) return cudaErrorInvalidValue;
   return launch_over_tiles<kKernel, Shared>(threads, a, stream);
 }
 
-template <class Code, int kBlock>
-cudaError_t launch_pow2_tiles(const QuantizeProblem& p, cudaStream_t stream) {
-  return launch_whole_tiles<quantize_pow2_tiles<Code, kBlock>, Pow2TilesShared<Code>, kPow2TileBlocks>(p, kPow2TileThreads,
-                                                                                                       stream);
+/// The kernels of pow2_tiles.cuh, and those that make their elements first.
+template <auto kKernel, class Code, class Arguments>
+cudaError_t launch_pow2_tiles(const QuantizeProblem& p, const Arguments& a, cudaStream_t stream) {
+  return launch_whole_tiles<kKernel, Pow2TilesShared<Code>, kPow2TileBlocks>(p, kPow2TileThreads, a, stream);
 }
 
 template <class E, class Code, Scales kScales, bool kStochastic, bool kRotate>
 cudaError_t launch_tiles(const QuantizeProblem& p, cudaStream_t stream) {
-  if constexpr (std::is_same_v<E, BF16> && kScales == Scales::kOne && !kStochastic) {
-    if constexpr (!Code::kPacked)
-      if (has_pow2_scales(p.format) && p.format.block == 128 && whole_tiles(p))
-        return launch_pow2_tiles<Code, 128>(p, stream);
-    if (has_pow2_scales(p.format) && whole_tiles(p)) return launch_pow2_tiles<Code, 32>(p, stream);
-  }
+  if constexpr (std::is_same_v<E, BF16> && kScales == Scales::kOne && !kStochastic)
+    if (const int found = pow2_block<Code>(p.format); found && whole_tiles(p))
+      return with_pow2_block<Code>(found, [&](auto block) {
+        return launch_pow2_tiles<quantize_pow2_tiles<Code, block>, Code>(p, whole_tiles_arguments(p), stream);
+      });
   if constexpr (std::is_same_v<E, BF16> && kScales == Scales::kTwoLevel)
     if (!p.format.tiles && whole_tiles(p))
       return launch_whole_tiles<quantize_nvfp4_tiles<kStochastic, kRotate>, Nvfp4TilesShared<kStochastic>, kNvfp4TileBlocks>(
-          p, kNvfp4TileThreads, stream);
+          p, kNvfp4TileThreads, whole_tiles_arguments(p), stream);
   QuantizeArguments a = quantize_arguments<E, Code>(p);
   if (!cut(p.batch, divide_up(a.rows, kTile), divide_up(a.columns, kTile), a.tiles)) return cudaErrorInvalidValue;
   using Shared = TilesShared<E, Code, kScales, kStochastic>;

@@ -51,6 +51,11 @@ struct TileCorner {
   uint32_t batch;
   int64_t row, column;
   int rows_left, columns_left;  // of the matrix, at most kTile
+
+  /// Of a whole tile.
+  JLP_DEVICE TileCorner of_whole(const TilePlace& at) {
+    return {at.batch, static_cast<int64_t>(at.down) * kTile, static_cast<int64_t>(at.across) * kTile, kTile, kTile};
+  }
 };
 
 /// One kernel's work on one tile.

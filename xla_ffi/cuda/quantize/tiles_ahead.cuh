@@ -28,9 +28,9 @@ struct WholeTilesArguments {
 
 /// Starts copying a tile, if there is one at `at`.
 template <int kThreads, class Place>
-JLP_DEVICE void load_tile(const WholeTilesArguments& a, TilePlace at, uint4 (&to)[kTile][kTile / 8]) {
+JLP_DEVICE void load_tile(const Tiles& places, const WholeTilesArguments& a, TilePlace at, uint4 (&to)[kTile][kTile / 8]) {
   constexpr int kChunks = kTile / 8, kRows = kThreads / kChunks;
-  if (at.batch < a.tiles.count.batch) {
+  if (at.batch < places.count.batch) {
     const int row = threadIdx.x / kChunks, chunk = threadIdx.x % kChunks;
     const int64_t line = static_cast<int64_t>(at.batch) * a.rows + at.down * kTile + row;
     const uint16_t* from = a.x + line * a.columns + at.across * kTile + chunk * 8;
@@ -41,18 +41,31 @@ JLP_DEVICE void load_tile(const WholeTilesArguments& a, TilePlace at, uint4 (&to
   copy_async_commit();
 }
 
-/// The block's tiles, from the matrices' end: start(at) before the threads meet, then use(at, tile).
-template <int kThreads, class Place, class Start, class Use>
-JLP_DEVICE void each_tile_ahead(const WholeTilesArguments& a, TileBuffers& buffers, Start start, Use use) {
-  TilePlace at = Tiles::last(a.tiles);
+/// The chunks of a buffer that a thread has copied itself: before the threads meet it may use those.
+template <int kThreads, class Place>
+struct OwnChunks {
+  static constexpr int kOwnRows = kThreads / (kTile / 8);  // from one to the next, which have the same place in their rows
+  JLP_DEVICE int own_row() { return threadIdx.x / (kTile / 8); }
+  JLP_DEVICE int own_chunk() { return threadIdx.x % (kTile / 8); }
+  __device__ __forceinline__ uint4& own(int row) const { return tile[row][Place::chunk(own_row(), own_chunk())]; }
+
+  uint4 (&tile)[kTile][kTile / 8];
+};
+
+/// The block's tiles, from the matrices' end: prepare(at, tile) before the threads meet, when each has the chunks that it
+/// copied; then use(at, tile).
+template <int kThreads, class Place, class Prepare, class Use>
+JLP_DEVICE void each_tile_ahead(const Tiles& places, const WholeTilesArguments& a, TileBuffers& buffers, Prepare prepare,
+                                Use use) {
+  TilePlace at = Tiles::last(places);
   int buffer = 0;
-  load_tile<kThreads, Place>(a, at, buffers[0]);
+  load_tile<kThreads, Place>(places, a, at, buffers[0]);
 #pragma unroll 1
-  while (at.batch < a.tiles.count.batch) {
-    const TilePlace next = Tiles::previous(a.tiles, at);
-    load_tile<kThreads, Place>(a, next, buffers[buffer ^ 1]);
-    start(at);
+  while (at.batch < places.count.batch) {
+    const TilePlace next = Tiles::previous(places, at);
+    load_tile<kThreads, Place>(places, a, next, buffers[buffer ^ 1]);
     copy_async_wait<1>();
+    prepare(at, buffers[buffer]);
     __syncthreads();
     use(at, buffers[buffer]);
     at = next, buffer ^= 1;
