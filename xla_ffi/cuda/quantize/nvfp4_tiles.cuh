@@ -152,7 +152,7 @@ static __global__ void __launch_bounds__(kNvfp4TileThreads, kNvfp4TileBlocks)
   constexpr int kThreads = kNvfp4TileThreads;
   Nvfp4TilesShared<kStochastic>& shared = block_shared<Nvfp4TilesShared<kStochastic>>();
   uint32_t started = ~0u;  // the matrix whose scales are at hand
-  const auto start = [&](TilePlace at, auto&) {
+  const auto start = [&](TilePlace at, int) {
     if (at.batch != started) {
       started = at.batch;
 #pragma unroll
@@ -173,7 +173,9 @@ static __global__ void __launch_bounds__(kNvfp4TileThreads, kNvfp4TileBlocks)
         shared.random[down].start_tile(direction.random, line * kTile, sixteen * kTileSixteens, threadIdx.x % kTile);
     }
   };
-  each_tile_ahead<kThreads, Nvfp4Place>(a.tiles, a, shared.tiles, start, [&](TilePlace at, const auto& tile) {
+  const auto load = [&](TilePlace at, int buffer) { load_tile<kThreads, Nvfp4Place>(a.tiles, a, at, shared.tiles[buffer]); };
+  each_tile<1, true>(a.tiles, load, start, [&](TilePlace at, int buffer) {
+    const auto& tile = shared.tiles[buffer];
     if (a.rowwise.data) {
       constexpr int kRows = kThreads / kTileSixteens;
       const int row = threadIdx.x / kTileSixteens, sixteen = threadIdx.x % kTileSixteens;
@@ -227,13 +229,13 @@ static __global__ void __launch_bounds__(kNvfp4TileThreads, kNvfp4TileBlocks)
         packed_piece(shared.codes, pair, c, sixteen) = codes[c];
       }
     }
-    __syncthreads();
-    store_packed_columns<kThreads>(a, at, shared.codes);
-    if (threadIdx.x < kTile) {
+    return [&a, &shared, at] {
+      store_packed_columns<kThreads>(a, at, shared.codes);
+      if (threadIdx.x >= kTile) return;
       const int64_t line = static_cast<int64_t>(at.batch) * a.columns + at.across * kTile + threadIdx.x;
       *reinterpret_cast<uint2*>(a.columnwise.scale + line * a.columnwise.scale_row + at.down * kTileSixteens) =
           *reinterpret_cast<const uint2*>(shared.column_scales[threadIdx.x]);
-    }
+    };
   });
 }
 

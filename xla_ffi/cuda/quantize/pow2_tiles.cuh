@@ -1,5 +1,5 @@
 // Quantisation of bfloat16 along columns, and rows too if that is wanted, to formats whose scales are powers of two:
-// matrices of whole tiles of 128 x 128. (tiles_ahead.cuh).
+// matrices of whole tiles of 128 x 128.
 //
 //   rows: 16 elements a thread, a block's maximum by shuffles, codes straight to their places
 //   columns: 16 rows of a pair of columns a thread, whose two scales and codes are computed together; 32 rows by one
@@ -169,54 +169,35 @@ struct Pow2Tile {
   }
 };
 
-/// The block's tiles, one after another: at each place those of kTiles matrices, which are quantised alike; of one, the next
-/// tile is on its way. prepare(at, tiles): what a thread does to the chunks that it has copied itself, before others see
-/// them.
+/// The block's tiles of kTiles matrices, which are quantised alike. prepare(at, tiles): what a thread does to the chunks
+/// that it has copied itself, before others see them.
 template <class Code, int kBlock, int kTiles, class Prepare>
 JLP_DEVICE void quantize_each_pow2_tile(const Tiles& places, const WholeTilesArguments* results, Prepare prepare) {
   using Chunks = OwnChunks<kPow2TileThreads, Pow2Place>;
   Pow2TilesShared<Code>& shared = block_shared<Pow2TilesShared<Code>>();
-  const auto start = [&](int i, TilePlace at, const auto& words) {
-    const Pow2Tile<Code, kBlock> tile = {results[i], shared, words, at};
-    if (results[i].rowwise.data) tile.rows();
-    if (results[i].columnwise.data) tile.columns();
-    __syncthreads();
-    return tile;
-  };
-  const auto finish = [](const auto& tile) {
-    if (tile.a.columnwise.data) tile.store_columns();
-  };
-  if constexpr (kTiles == 1) {
-    each_tile_ahead<kPow2TileThreads, Pow2Place>(
-        places, *results, shared.tiles,
-        [&](TilePlace at, auto& words) {
-          const Chunks tiles[1] = {{words}};
+  each_tile<kTiles, kTiles == 1>(
+      places,
+      [&](TilePlace at, int buffer) {
+        load_tile<kPow2TileThreads, Pow2Place>(places, results[kTiles == 1 ? 0 : buffer], at, shared.tiles[buffer]);
+      },
+      [&](TilePlace at, int buffer) {
+        if constexpr (kTiles == 1) {
+          const Chunks tiles[1] = {{shared.tiles[buffer]}};
           prepare(at, tiles);
-        },
-        [&](TilePlace at, const auto& words) { finish(start(0, at, words)); });
-  } else {
-    static_assert(kTiles == 2, "as many as there are buffers");
-    TilePlace at = Tiles::last(places);
-    const auto load = [&](int i, TilePlace from) {
-      load_tile<kPow2TileThreads, Pow2Place>(places, results[i], from, shared.tiles[i]);
-    };
-    load(0, at), load(1, at);
-    while (at.batch < places.count.batch) {
-      const TilePlace next = Tiles::previous(places, at);
-      const Chunks tiles[2] = {{shared.tiles[0]}, {shared.tiles[1]}};
-      copy_async_wait<0>();
-      prepare(at, tiles);
-      __syncthreads();
-#pragma unroll 1
-      for (int i = 0; i < 2; ++i) {
-        const auto tile = start(i, at, shared.tiles[i]);
-        load(i, next);
-        finish(tile);
-        if (i == 0) __syncthreads();  // its codes have left
-      }
-      at = next;
-    }
-  }
+        } else {
+          const Chunks tiles[2] = {{shared.tiles[0]}, {shared.tiles[1]}};
+          prepare(at, tiles);
+        }
+      },
+      [&](TilePlace at, int buffer) {
+        const WholeTilesArguments& a = results[kTiles == 1 ? 0 : buffer];
+        const Pow2Tile<Code, kBlock> tile = {a, shared, shared.tiles[buffer], at};
+        if (a.rowwise.data) tile.rows();
+        if (a.columnwise.data) tile.columns();
+        return [=] {
+          if (tile.a.columnwise.data) tile.store_columns();
+        };
+      });
 }
 
 template <class Code, int kBlock>

@@ -294,26 +294,26 @@ constexpr int kTileBlocks = E::kBytes == 4 || kIsChosen<kScales> || kEden<kScale
                             : kStochastic                                                       ? 3
                                                                                                 : 4;
 
-/// The block's tiles, one after another: at each place those of kTiles matrices, which are quantised alike, and of which
-/// results[i] says where they are. prepare(corner, tiles): what a thread does to the elements that it has copied itself,
-/// before others see them.
+/// The block's tiles of kTiles matrices, which are quantised alike, and of which results[i] says where they are.
+/// prepare(corner, tiles): what a thread does to the elements that it has copied itself, before others see them.
 template <class E, class Code, Scales kScales, bool kStochastic, bool kRotate, int kTiles, class Prepare>
 JLP_DEVICE void quantize_each_tile(const Tiles& places, const QuantizeArguments* results, Prepare prepare) {
   static_assert(kTiles == 1 || (!kIsTwoLevel<kScales> && !kStochastic), "what a matrix fixes is kept of one");
   using Shared = TilesShared<E, Code, kScales, kStochastic, kTiles>;
   Shared& shared = block_shared<Shared>();
   const QuantizeArguments& a = *results;
-  const auto load = [&](const TilePlace& at, int i) {
+  const auto corner_of = [&](TilePlace at) {
+    const int64_t row = static_cast<int64_t>(at.down) * kTile, column = static_cast<int64_t>(at.across) * kTile;
+    return TileCorner{at.batch, row, column, left(a.rows, row, kTile), left(a.columns, column, kTile)};
+  };
+  const auto load = [&](TilePlace at, int i) {
     if (at.batch >= places.count.batch) return;
     const auto* x = static_cast<const typename E::Storage*>(results[i].x) + at.batch * a.rows * a.columns;
     shared.tiles[i].load(x, a.rows, a.columns, static_cast<int64_t>(at.down) * kTile,
                          static_cast<int64_t>(at.across) * kTile, results[i].pieces);
   };
   uint32_t started = ~0u;  // the matrix whose scales are at hand
-  TilePlace at = Tiles::last(places);
-#pragma unroll 1
-  for (int i = 0; i < kTiles; ++i) load(at, i);
-  while (at.batch < places.count.batch) {
+  const auto start = [&](TilePlace at, int) {
     if (at.batch != started) {
       const auto row_matrix = Matrix<kScales>::start(a, a.rowwise, at.batch, shared.tables[0]);
       const auto column_matrix =
@@ -323,32 +323,26 @@ JLP_DEVICE void quantize_each_tile(const Tiles& places, const QuantizeArguments*
       start_keys(a.columnwise, at.batch, shared.column_keys);
       started = at.batch;
     }
-    const int64_t row = static_cast<int64_t>(at.down) * kTile, column = static_cast<int64_t>(at.across) * kTile;
-    const TileCorner corner = {at.batch, row, column, left(a.rows, row, kTile), left(a.columns, column, kTile)};
-    copy_async_wait<0>();
-    prepare(corner, shared.tiles);
-    __syncthreads();
-    store_tensor_scale(a, a.rowwise, shared.matrices[0], at);
-    store_tensor_scale(a, a.columnwise, shared.matrices[1], at);
-
-#pragma unroll 1
-    for (int i = 0; i < kTiles; ++i) {
-      const TileQuantizer<E, Code, kScales, kStochastic, kRotate, kTiles> tile = {corner, results[i], shared,
-                                                                                  shared.tiles[i]};
-      const bool rowwise = results[i].rowwise.data, columnwise = results[i].columnwise.data;
-      if (a.squares) {
-        const int either = rowwise ? 0 : 1;  // they have the same amax
-        tile.square_scales(shared.matrices[either], shared.tables[kIsTwoLevel<kScales> ? either : 0]);
-      }
-      if (rowwise) tile.rows();
-      if (columnwise) tile.columns();
-      __syncthreads();
-      if (i == 0) at = Tiles::previous(places, at);
-      load(at, i);
-      if (columnwise) tile.store_columns();
-      if (i + 1 < kTiles) __syncthreads();  // its codes have left
+    prepare(corner_of(at), shared.tiles);
+  };
+  each_tile<kTiles, false>(places, load, start, [&](TilePlace at, int i) {
+    const TileQuantizer<E, Code, kScales, kStochastic, kRotate, kTiles> tile = {corner_of(at), results[i], shared,
+                                                                                shared.tiles[i]};
+    if (i == 0) {
+      store_tensor_scale(a, a.rowwise, shared.matrices[0], at);
+      store_tensor_scale(a, a.columnwise, shared.matrices[1], at);
     }
-  }
+    const bool rowwise = results[i].rowwise.data, columnwise = results[i].columnwise.data;
+    if (a.squares) {
+      const int either = rowwise ? 0 : 1;  // they have the same amax
+      tile.square_scales(shared.matrices[either], shared.tables[kIsTwoLevel<kScales> ? either : 0]);
+    }
+    if (rowwise) tile.rows();
+    if (columnwise) tile.columns();
+    return [=] {
+      if (tile.a.columnwise.data) tile.store_columns();
+    };
+  });
 }
 
 template <class E, class Code, Scales kScales, bool kStochastic, bool kRotate>

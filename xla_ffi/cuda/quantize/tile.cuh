@@ -1,9 +1,11 @@
-// A tile of 128 x 128 elements in shared memory, to be read along its rows and along its columns.
+// A tile of 128 x 128 elements in shared memory, to be read along its rows and along its columns, and the walk through the
+// tiles of matrices.
 //
 // Rows are cut into chunks of 16 bytes, and every 8 of them lie permuted by the number of the 8: eight threads that read 16
 // elements each, next to each other in a row, then meet no bank twice, and neither do 32 threads that read pairs of columns.
 #pragma once
 
+#include "../launch_grid.cuh"
 #include "tile_elements.cuh"
 
 namespace jaxlowprec {
@@ -105,6 +107,40 @@ struct Tile {
     return {w[0], w[1], w[2], w[3]};
   }
 };
+
+/// The block's tiles, from the matrices' end; at each place those of kTiles matrices, one after another.
+///   load(at, buffer): starts copying a tile, or nothing where there is none
+///   prepare(at, buffer): when a thread may use what it has copied itself, but not yet what others have; of kTiles buffers
+///   use(at, buffer): reads the tile, and returns what is to be done when its buffer has been given away
+/// kAhead: with two buffers for one matrix, a tile is on its way while the one before it is used; else while the results of
+/// the one before it leave.
+template <int kTiles, bool kAhead, class Load, class Prepare, class Use>
+JLP_DEVICE void each_tile(const Tiles& places, Load load, Prepare prepare, Use use) {
+  static_assert(!kAhead || kTiles == 1, "two buffers");
+  TilePlace at = Tiles::last(places);
+  int buffer = 0;
+#pragma unroll 1
+  for (int i = 0; i < kTiles; ++i) load(at, i);
+#pragma unroll 1
+  while (at.batch < places.count.batch) {
+    const TilePlace next = Tiles::previous(places, at);
+    if constexpr (kAhead) load(next, buffer ^ 1);
+    copy_async_wait<kAhead ? 1 : 0>();
+    prepare(at, buffer);
+    __syncthreads();
+#pragma unroll 1
+    for (int i = 0; i < kTiles; ++i) {
+      const auto leave = use(at, kAhead ? buffer : i);
+      __syncthreads();
+      if constexpr (!kAhead) load(next, i);
+      leave();
+      if (i + 1 < kTiles) __syncthreads();  // what it left in shared memory has been read
+    }
+    at = next;
+    if constexpr (kAhead) buffer ^= 1;
+  }
+  copy_async_wait<0>();
+}
 
 }  // namespace cuda
 }  // namespace jaxlowprec

@@ -1,7 +1,6 @@
-// Walking through whole tiles of 128 x 128 bfloat16 with two buffers: while a tile is quantised, the next one is on its way.
+// Whole tiles of 128 x 128 bfloat16, of which two are in shared memory.
 #pragma once
 
-#include "../launch_grid.cuh"
 #include "tile.cuh"
 
 namespace jaxlowprec {
@@ -51,27 +50,6 @@ struct OwnChunks {
 
   uint4 (&tile)[kTile][kTile / 8];
 };
-
-/// The block's tiles, from the matrices' end: prepare(at, tile) before the threads meet, when each has the chunks that it
-/// copied; then use(at, tile).
-template <int kThreads, class Place, class Prepare, class Use>
-JLP_DEVICE void each_tile_ahead(const Tiles& places, const WholeTilesArguments& a, TileBuffers& buffers, Prepare prepare,
-                                Use use) {
-  TilePlace at = Tiles::last(places);
-  int buffer = 0;
-  load_tile<kThreads, Place>(places, a, at, buffers[0]);
-#pragma unroll 1
-  while (at.batch < places.count.batch) {
-    const TilePlace next = Tiles::previous(places, at);
-    load_tile<kThreads, Place>(places, a, next, buffers[buffer ^ 1]);
-    copy_async_wait<1>();
-    prepare(at, buffers[buffer]);
-    __syncthreads();
-    use(at, buffers[buffer]);
-    at = next, buffer ^= 1;
-  }
-  copy_async_wait<0>();
-}
 
 /// A thread's sixteen of a row of a tile.
 template <class Place>
