@@ -2,6 +2,7 @@
 
 python benchmarks/grouped_matmul.py            # the best instruction set of this machine; about two minutes
 python benchmarks/grouped_matmul.py --quick    # fewer rounds
+PYTHONPATH=. python benchmarks/grouped_matmul.py --launches  # on an H100, which need not be there: see traffic.py
 
 The operands are quantised before. A dense product of T rows reads one weight, the grouped one a weight for each group.
 """
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -97,12 +99,65 @@ def wgrad(cases: Cases, groups: int, rows: int, rounds: int) -> None:
         )
 
 
+TOKENS, EXPERTS, TOP = 8192, (8, 64), 8
+FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while"}  # launch nothing
+OF_A_CALL = 3  # on an H100: both operands decoded, or their scales laid out, and cuBLASLt's kernel
+
+
+def launches() -> None:
+    """A table of what the products of a mixture of experts launch: kernels and copies."""
+    from tests.cuda_without_gpu.described_gpu import compiled, described
+
+    shape = jax.ShapeDtypeStruct
+    rows = TOKENS * TOP
+
+    def launched(text: str, computation: str) -> int:
+        (found,) = re.findall(rf"^{computation} .*?\n(.*?)^}}", text, re.MULTILINE | re.DOTALL)
+        kinds = re.findall(r"^\s*(?:ROOT )?%\S+ = .*? ([a-z][\w-]*)\(", found, re.MULTILINE)
+        return sum(kind not in FREE for kind in kinds)
+
+    def row(groups: int, x_format: jlp.Format, w_format: jlp.Format, wgrad: bool, devices) -> str:
+        sizes = shape((groups,), jnp.int32)
+
+        def quantised(features: int):
+            x = shape((rows, features), jnp.bfloat16)
+            both = functools.partial(quantize_groups, fmt=x_format, rowwise=not wgrad, columnwise=wgrad)
+            return jax.eval_shape(both, x, sizes)[wgrad]
+
+        w = shape((groups, DEPTH, FEATURES), jnp.bfloat16)
+        b = quantised(FEATURES) if wgrad else jax.eval_shape(lambda w: jlp.quantize(w, w_format, axis=-2).mT, w)
+        product = functools.partial(multiply_within_groups, out_dtype=jnp.float32)
+        if not wgrad:
+            product = functools.partial(multiply_groups, bias=None, out_dtype=jnp.bfloat16)
+        text = compiled(product, quantised(DEPTH), b, devices=devices).text
+        (steps,) = (int(n) for n in re.findall(r'known_trip_count":\{"n":"(\d+)"', text))
+        (loop,) = re.findall(r"body=%([\w.-]+)", text)
+        assert text.count('custom_call_target="jaxlowprec_scaled_matmul"') == 1  # in the loop
+        inside, outside = launched(text, "%" + re.escape(loop)) - 1, launched(text, "ENTRY")
+        total = outside + steps * (inside + OF_A_CALL)
+        name = "wgrad" if wgrad else "fprop"
+        return f"| {x_format} | {name} | {groups} | {steps} | {inside} | {outside} | {total} |"
+
+    print("| format | product | experts | steps | XLA's, a step | XLA's, besides | all |\n|" + " --- |" * 7)
+    with described("H100") as devices:
+        for x_format, w_format in (FORMATS[3], FORMATS[1], FORMATS[0]):
+            for wgrad in (False, True):
+                for groups in EXPERTS:
+                    print(row(groups, x_format, w_format, wgrad, devices))
+
+
 def main() -> None:
     """Measures and writes the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--save", action="store_true", help="write benchmarks/results")
+    parser.add_argument(
+        "--launches", action="store_true", help="count them instead: no GPU is needed, nothing is timed"
+    )
     options = parser.parse_args()
+    if options.launches:
+        launches()
+        return
     keep_memory()
     rounds, isa = 3 if options.quick else 9, native.isa()
     cases = Cases()

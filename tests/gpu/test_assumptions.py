@@ -110,7 +110,17 @@ def multiply_for_the_first_time():
 @pytest.mark.parametrize("loading", ["LAZY", "EAGER"])
 def test_a_first_execution_that_is_recorded(loading):
     """Where LAZY, CUDA's default, fails and EAGER does not, kernels cannot be loaded during a recording."""
+    assert_first_products(CUDA_MODULE_LOADING=loading)
+
+
+def test_algorithms_are_timed_before_a_recording():
+    """A GEMM that is launched, or recorded, without that fails and says so."""
+    assert_first_products(JAXLOWPREC_GEMM_ALGORITHM="timed")
+
+
+def assert_first_products(**variables):
+    """In a process of its own that records every program."""
     flags = "--xla_gpu_enable_command_buffer=FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL --xla_gpu_graph_min_graph_size=1"
     code = "from tests.gpu.test_assumptions import multiply_for_the_first_time as run; run()"
-    done = run_python("-c", code, **environment(XLA_FLAGS=flags, CUDA_MODULE_LOADING=loading))
+    done = run_python("-c", code, **environment(XLA_FLAGS=flags, **variables))
     assert done.stdout.strip().endswith("all are products")

@@ -51,6 +51,7 @@ JLP_CPU_HANDLERS(JLP_DECLARE)
 JLP_HANDLERS(JLP_DECLARE)
 #undef JLP_DECLARE
 extern "C" XLA_FFI_Error* jaxlowprec_scaled_matmul_cuda_prepare(XLA_FFI_CallFrame*);
+extern "C" XLA_FFI_Error* jaxlowprec_scaled_matmul_cuda_initialize(XLA_FFI_CallFrame*);
 #endif
 
 }  // namespace jaxlowprec

@@ -14,6 +14,7 @@
 
 #if defined(JLP_CUDA)
 #include "../cuda/errors.h"
+#include "../cuda/matmul/cublaslt.h"
 #endif
 
 namespace nb = nanobind;
@@ -77,6 +78,8 @@ nb::dict cuda_handlers() {
 #undef JLP_REGISTER
   nb::dict matmul;
   matmul["prepare"] = handler(jaxlowprec::jaxlowprec_scaled_matmul_cuda_prepare);
+  if (jaxlowprec::cuda::times_algorithms())
+    matmul["initialize"] = handler(jaxlowprec::jaxlowprec_scaled_matmul_cuda_initialize);
   matmul["execute"] = nb::object(handlers["jaxlowprec_scaled_matmul"]);
   handlers["jaxlowprec_scaled_matmul"] = matmul;
   return handlers;

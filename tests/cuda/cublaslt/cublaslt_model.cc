@@ -18,13 +18,17 @@
 #include <functional>
 #include <limits>
 #include <mutex>
+#include <set>
 #include <string>
+#include <utility>
 #include <vector>
 
 namespace {
 
 int capability = 90, handles = 0, heuristics = 0;
 std::atomic<int> algorithm;
+float durations[4] = {}, milliseconds = 0;
+std::set<std::pair<uint64_t, uint64_t>> loaded;  // problem and algorithm
 int64_t least_block_depth = 0;
 bool refuses_by_count = false, device_beta_reads = false;
 std::string refusal;
@@ -370,6 +374,8 @@ const char* cublaslt_model_refusal() { return refusal.c_str(); }
 int cublaslt_model_handles() { return handles; }
 int cublaslt_model_heuristics() { return heuristics; }
 int cublaslt_model_algorithm() { return algorithm; }
+void cublaslt_model_set_milliseconds(int algorithm, float milliseconds) { durations[algorithm] = milliseconds; }
+float cublaslt_model_milliseconds() { return milliseconds; }
 void cublaslt_model_refuse_blocks_below(int64_t depth, bool by_count) {
   least_block_depth = depth, refuses_by_count = by_count;
 }
@@ -500,6 +506,7 @@ cublasStatus_t cublasLtMatmul(cublasLtHandle_t handle, cublasLtMatmulDesc_t desc
       require(aligned(pointers[i], algo->data[2 + i]), "pointers aligned as the algorithm was told", invalid);
     }
     algorithm = static_cast<int>(algo->data[1]);
+    milliseconds += durations[algorithm] + (loaded.insert({algo->data[0], algo->data[1]}).second ? 50 : 0);
     for (const auto& [mode, scales, lines] :
          {std::make_tuple(op.a_mode, op.a_scale, s.m), std::make_tuple(op.b_mode, op.b_scale, s.n)}) {
       require(mode == CUBLASLT_MATMUL_MATRIX_SCALE_SCALAR_32F || (scales && aligned(scales, 16)), "aligned scales", invalid);
@@ -507,6 +514,7 @@ cublasStatus_t cublasLtMatmul(cublasLtHandle_t handle, cublasLtMatmulDesc_t desc
     }
     require(op.pointer_mode == CUBLASLT_POINTER_MODE_HOST || op.pointer_mode == CUBLASLT_POINTER_MODE_DEVICE,
             "one alpha and one beta");
+    std::memset(workspace, 0xEE, 256);  // it is the algorithm's
     multiply(op, s, *static_cast<const float*>(alpha), *static_cast<const float*>(beta),
              static_cast<cublasLtReductionScheme_t>(algo->data[6]), a, la, b, lb, c, lc, d, ld);
   });

@@ -13,6 +13,10 @@ int cublaslt_model_handles();
 int cublaslt_model_heuristics();
 /// Which of its suggestions the last product used.
 int cublaslt_model_algorithm();
+/// How long products by one of its suggestions take; the first of each problem takes 50 milliseconds more.
+void cublaslt_model_set_milliseconds(int algorithm, float milliseconds);
+/// How long all products so far took together.
+float cublaslt_model_milliseconds();
 /// From now on it has no algorithm for scales of 128 elements where k is smaller: it suggests none, or says that the problem
 /// is not supported. Its manual allows either and names no least k; 0, the default, is none.
 void cublaslt_model_refuse_blocks_below(int64_t depth, bool by_count);

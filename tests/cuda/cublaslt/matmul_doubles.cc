@@ -16,6 +16,22 @@ extern "C" cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribu
   *value = attribute == cudaDevAttrComputeCapabilityMajor ? doubles::capability / 10 : doubles::capability % 10;
   return cudaSuccess;
 }
+extern "C" cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind, cudaStream_t) {
+  return std::memcpy(to, from, bytes), cudaSuccess;
+}
+
+// An event is the time when it was recorded.
+extern "C" cudaError_t cudaEventCreate(cudaEvent_t* event) {
+  return *event = reinterpret_cast<cudaEvent_t>(new float), cudaSuccess;
+}
+extern "C" cudaError_t cudaEventDestroy(cudaEvent_t event) { return delete reinterpret_cast<float*>(event), cudaSuccess; }
+extern "C" cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t) {
+  return *reinterpret_cast<float*>(event) = doubles::milliseconds(), cudaSuccess;
+}
+extern "C" cudaError_t cudaEventSynchronize(cudaEvent_t) { return cudaSuccess; }
+extern "C" cudaError_t cudaEventElapsedTime(float* elapsed, cudaEvent_t start, cudaEvent_t end) {
+  return *elapsed = *reinterpret_cast<float*>(end) - *reinterpret_cast<float*>(start), cudaSuccess;
+}
 
 namespace jaxlowprec {
 namespace cuda {

@@ -4,8 +4,9 @@
 
 namespace doubles {
 
-inline int capability = 90;  // 9.0
-inline int device = 0;       // the current one
-inline int small_calls = 0;  // of the GEMM of few rows
+inline int capability = 90;                // 9.0
+inline int device = 0;                     // the current one
+inline int small_calls = 0;                // of the GEMM of few rows
+inline float (*milliseconds)() = nullptr;  // the time of the device
 
 }  // namespace doubles

@@ -2,53 +2,14 @@
 // (cublaslt_model.cc): operands, their order, leading dimensions, scale layouts and alpha are right if the results are those
 // of float64.
 //   JAXLOWPREC_CUBLASLT=<path of the model's library> matmul_test
-#include "../../../xla_ffi/cuda/matmul/matmul.h"
-
-#include <dlfcn.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
-#include <cmath>
-#include <cstdlib>
-#include <random>
 #include <thread>
 
-#include "../../../xla_ffi/cuda/matmul/matmul_plan.h"
-#include "../../cpp/check.h"
-#include "../../cpp/format_makers.h"
-#include "../../cpp/matmul_reference.h"
-#include "cublaslt_model.h"
-#include "matmul_doubles.h"
-
-using namespace jaxlowprec;
+#include "matmul_case.h"
 
 namespace {
-
-template <class Function>
-Function model(const char* name) {
-  static void* const library = dlopen(std::getenv("JAXLOWPREC_CUBLASLT"), RTLD_NOW);
-  return reinterpret_cast<Function>(dlsym(library, name));
-}
-
-/// Another GPU: what is known of one does not hold for the other.
-void set_capability(int capability) {
-  doubles::capability = doubles::device = capability;
-  model<decltype(&cublaslt_model_set_capability)>("cublaslt_model_set_capability")(capability);
-}
-int handles() { return model<decltype(&cublaslt_model_handles)>("cublaslt_model_handles")(); }
-int algorithm() { return model<decltype(&cublaslt_model_algorithm)>("cublaslt_model_algorithm")(); }
-void refuse_blocks_below(int64_t depth, bool by_count) {
-  model<decltype(&cublaslt_model_refuse_blocks_below)>("cublaslt_model_refuse_blocks_below")(depth, by_count);
-}
-void device_beta_reads(bool reads) {
-  model<decltype(&cublaslt_model_device_beta_reads)>("cublaslt_model_device_beta_reads")(reads);
-}
-std::string refusal() { return model<decltype(&cublaslt_model_refusal)>("cublaslt_model_refusal")(); }
-int heuristics() { return model<decltype(&cublaslt_model_heuristics)>("cublaslt_model_heuristics")(); }
-
-// --- formats
-
-constexpr CodeType k2 = CodeType::kE2M1, k4 = CodeType::kE4M3, k5 = CodeType::kE5M2;
 
 const std::pair<Format, Format> kPairs[] = {
     {nvfp4(), nvfp4()},
@@ -66,126 +27,6 @@ const std::pair<Format, Format> kPairs[] = {
     {float8_tensor(k4), float8_tensor(k5)},
     {float8_tensor(k4), float8_tensor(k4)},
 };
-
-// --- a problem with random operands
-
-struct Sizes {
-  int64_t batch, rows, columns, depth;
-};
-
-struct Memory {  // aligned as XLA aligns buffers
-  explicit Memory(size_t bytes) : data(static_cast<uint8_t*>(std::aligned_alloc(256, (bytes + 511) / 256 * 256))) {}
-  ~Memory() { std::free(data); }
-  Memory(const Memory&) = delete;
-  uint8_t* const data;
-};
-
-struct Case {
-  Sizes sizes;
-  MatmulProblem p{};
-  Memory a_data, b_data, a_scale, b_scale, result, accumulate;
-  std::vector<float> alpha_beta;
-
-  Case(const Format& a, const Format& b, Sizes s, ElementType type, bool accumulates)
-      : sizes(s),
-        a_data(s.batch * s.rows * a.row_bytes(s.depth)),
-        b_data(s.batch * s.columns * b.row_bytes(s.depth)),
-        a_scale(s.batch * a.scales(s.rows, s.depth) * a.scale_bytes()),
-        b_scale(s.batch * b.scales(s.columns, s.depth) * b.scale_bytes()),
-        result(4 * s.batch * s.rows * s.columns),
-        accumulate(4 * s.batch * s.rows * s.columns) {
-    p.a = operand(a, s.rows, a_data.data, a_scale.data);
-    p.b = operand(b, s.columns, b_data.data, b_scale.data);
-    p.batch = s.batch, p.rows = s.rows, p.columns = s.columns;
-    p.result = result.data, p.type = p.accumulate_type = type;
-    std::uniform_real_distribution<float> numbers(-4, 4);
-    for (int64_t i = 0; i < s.batch * s.rows * s.columns; ++i) reference::put(accumulate.data, type, i, numbers(random));
-    if (accumulates) p.accumulate = accumulate.data;
-    if (a.scaling != Scaling::kTwoLevel && a.scaling != Scaling::kTensor) return;
-    for (int64_t i = 0; i < s.batch; ++i) {
-      alpha_beta.push_back(0.25f * (1 + i) + 1 / 512.0f);
-      alpha_beta.push_back(accumulates);
-    }
-  }
-
-  std::string run(int64_t missing_workspace = 0) {
-    const int64_t bytes = cuda::plan_matmul(p, doubles::capability).workspace_bytes() - missing_workspace;
-    static const Memory workspace(size_t{34} << 20);
-    const float* scalars = alpha_beta.empty() ? nullptr : alpha_beta.data();
-    std::memset(result.data, 0xFF, 4 * sizes.batch * sizes.rows * sizes.columns);  // NaN
-    return cuda::launch(p, {scalars, workspace.data + 128, bytes}, nullptr);       // as XLA may align it
-  }
-
- private:
-  std::mt19937 random{7};
-
-  /// Codes and scales of every kind but NaN and infinity, of magnitudes whose products float32 holds.
-  MatmulOperand operand(const Format& f, int64_t rows, uint8_t* data, uint8_t* scale) {
-    const int64_t codes = sizes.batch * rows * f.row_bytes(sizes.depth);
-    const int64_t scales = sizes.batch * f.scales(rows, sizes.depth);
-    for (int64_t i = 0; i < codes; ++i) {
-      uint32_t code = random() & 255;
-      if (f.code == k4 && (code & 0x7F) == 0x7F) code ^= 1;
-      if (f.code == k5 && (code & 0x7C) == 0x7C) code ^= 0x40;
-      data[i] = static_cast<uint8_t>(code);
-    }
-    for (int64_t i = 0; i < scales; ++i) {
-      const float number = f.power_of_two ? std::ldexp(1.0f, static_cast<int>(random() % 17) - 8)
-                                          : 0.01f + static_cast<float>(random() % 1000);
-      if (f.scale_bytes() == 4)
-        std::memcpy(scale + 4 * i, &number, 4);
-      else
-        scale[i] = static_cast<uint8_t>(f.scaling == Scaling::kE8M0 ? 115 + random() % 24 : random() % 0x7F);
-    }
-    return {f, data, scale, nullptr, sizes.depth};
-  }
-};
-
-/// [rows, depth] of one batch entry; those of tensors without their scale, which belongs to alpha.
-std::vector<double> decoded(const MatmulOperand& operand, int64_t rows, int64_t batch, int64_t depth) {
-  const reference::DecodedOperand o(operand, rows, batch, depth);
-  std::vector<double> values(o.codes.begin(), o.codes.end());
-  if (operand.format.scaling == Scaling::kTensor) return values;
-  for (int64_t i = 0; i < rows * depth; ++i) values[i] *= o.scales[i / depth * o.blocks + i % depth / operand.format.block];
-  return values;
-}
-
-/// How many results are further from the product of the decoded operands in float64 than `sum_error` of the sum of the
-/// terms' magnitudes and one rounding to the result's type. The first is reported unless they are `expected`.
-int64_t results_beyond(const Case& c, double sum_error, bool expected = true) {
-  const MatmulProblem& p = c.p;
-  const int64_t depth = c.sizes.depth;
-  const double unit = 1.01 * std::ldexp(1, p.type == ElementType::kF32 ? -24 : -8);
-  int64_t beyond = 0;
-  for (int64_t batch = 0; batch < p.batch; ++batch) {
-    const auto a = decoded(p.a, p.rows, batch, depth), b = decoded(p.b, p.columns, batch, depth);
-    const double alpha = c.alpha_beta.empty() ? 1 : c.alpha_beta[2 * batch];
-    for (int64_t m = 0; m < p.rows; ++m)
-      for (int64_t n = 0; n < p.columns; ++n) {
-        double sum = 0, magnitude = 0;
-        for (int64_t k = 0; k < depth; ++k) {
-          const double term = a[m * depth + k] * b[n * depth + k];
-          sum += term, magnitude += std::abs(term);
-        }
-        const int64_t index = (batch * p.rows + m) * p.columns + n;
-        const double onto = p.accumulate ? reference::get(p.accumulate, p.type, index) : 0;
-        const double exact = alpha * sum + onto;
-        const double bound = sum_error * alpha * magnitude + unit * std::abs(exact);
-        const double found = reference::get(p.result, p.type, index);
-        if (std::abs(found - exact) <= bound) continue;
-        if (++beyond == 1 && !expected) CHECK_EQ(found, exact);
-      }
-  }
-  return beyond;
-}
-
-double contract(const Case& c) { return std::ldexp(static_cast<double>(c.sizes.depth), -24); }  // numerics.md 9
-
-/// The bound of the way that the GEMM takes.
-void check_result(const Case& c) {
-  const cuda::MatmulRoute route = cuda::plan_matmul(c.p, doubles::capability).route;
-  CHECK_EQ(results_beyond(c, cuda::sum_error(route, doubles::capability, c.sizes.depth).expected, false), 0);
-}
 
 const Sizes kSizes[] = {{1, 4, 16, 32}, {2, 20, 144, 160}, {1, 132, 272, 288}};
 
@@ -210,8 +51,6 @@ std::string prepared_with(const char* variable, const char* value) {
   CHECK_EQ(status, 0);
   return said;
 }
-
-bool contains(const std::string& text, const char* part) { return text.find(part) != std::string::npos; }
 
 }  // namespace
 

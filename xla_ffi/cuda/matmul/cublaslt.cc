@@ -5,13 +5,17 @@
 
 #include <algorithm>
 #include <array>
+#include <charconv>
 #include <cstdlib>
+#include <limits>
 #include <map>
 #include <memory>
 #include <mutex>
-#include <optional>
+#include <string_view>
 #include <type_traits>
 #include <vector>
+
+#include "../errors.h"
 
 namespace jaxlowprec {
 namespace cuda {
@@ -175,10 +179,24 @@ uint32_t alignment(const Gemm& gemm) {
   return static_cast<uint32_t>(all & (0 - all));
 }
 
-/// Which of cuBLASLt's suggestions is taken: the first, or another to measure what the choice is worth (benchmarks/gpu.py).
-int wanted_suggestion() {
+constexpr int kFastest = -1;    // as wanted_suggestion() says it
+constexpr int kCandidates = 8;  // that are asked for and timed
+
+std::string_view algorithm_variable() {
   const char* text = std::getenv("JAXLOWPREC_GEMM_ALGORITHM");
-  return text ? std::atoi(text) : 0;
+  return text ? text : "";
+}
+
+/// Which of cuBLASLt's suggestions is taken: the first, another, or the one that is fastest when they are timed.
+int wanted_suggestion() {
+  const std::string_view text = algorithm_variable();
+  if (text == "timed") return kFastest;
+  int index = 0;
+  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), index);
+  if (!text.empty() && (error != std::errc() || end != text.data() + text.size() || index < 0))
+    throw Failure{"JAXLOWPREC_GEMM_ALGORITHM is \"" + std::string(text) +
+                  "\"; needs the index of one of cuBLASLt's suggestions, or timed"};
+  return index;
 }
 
 /// All that their choice depends on.
@@ -201,9 +219,10 @@ Key key_of(int device, const Gemm& gemm) {
           wanted_suggestion()};
 }
 
-using Algorithm = std::optional<cublasLtMatmulAlgo_t>;  // none: cuBLASLt suggests none
+/// Those that a GEMM may take: none where cuBLASLt suggests none, more than one until they have been timed.
+using Algorithms = std::vector<cublasLtMatmulAlgo_t>;
 
-Algorithm ask(const Library& lt, cublasLtHandle_t handle, const Gemm& gemm, const Descriptors& d) {
+Algorithms ask(const Library& lt, cublasLtHandle_t handle, const Gemm& gemm, const Descriptors& d) {
   cublasLtMatmulPreference_t made = nullptr;
   lt.check(lt.MatmulPreferenceCreate(&made), "makes no preference");
   const Owned<cublasLtMatmulPreference_t> preference{made, lt.MatmulPreferenceDestroy};
@@ -217,42 +236,113 @@ Algorithm ask(const Library& lt, cublasLtHandle_t handle, const Gemm& gemm, cons
                                CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES})
     set(attribute, alignment(gemm));
   const int wanted = wanted_suggestion();
-  std::vector<cublasLtMatmulHeuristicResult_t> found(std::max(wanted, 0) + 1);
+  std::vector<cublasLtMatmulHeuristicResult_t> found(wanted == kFastest ? kCandidates : wanted + 1);
   int count = 0;
   const cublasStatus_t status =
       lt.MatmulAlgoGetHeuristic(handle, d.operation.get(), d.a.get(), d.b.get(), d.y.get(), d.y.get(), made,
                                 static_cast<int>(found.size()), found.data(), &count);
-  if (status == CUBLAS_STATUS_NOT_SUPPORTED || (status == CUBLAS_STATUS_SUCCESS && count < 1)) return std::nullopt;
+  if (status == CUBLAS_STATUS_NOT_SUPPORTED || (status == CUBLAS_STATUS_SUCCESS && count < 1)) return {};
   lt.check(status, "suggests no algorithm");
-  if (wanted < 0 || wanted >= count)
+  if (wanted >= count)
     throw Failure{"JAXLOWPREC_GEMM_ALGORITHM is " + std::to_string(wanted) + ", cuBLASLt suggests " + std::to_string(count)};
-  return found[wanted].algo;
+  Algorithms algorithms;
+  for (int i = std::max(wanted, 0); i < count; ++i)
+    if (found[i].state == CUBLAS_STATUS_SUCCESS) algorithms.push_back(found[i].algo);
+  return algorithms;
 }
 
-Algorithm algorithm(const Library& lt, cublasLtHandle_t handle, int device, const Gemm& gemm,
-                    const Descriptors& descriptors) {
-  static std::mutex mutex;
-  static std::map<Key, Algorithm> known;
-  const Key key = key_of(device, gemm);
-  const std::lock_guard<std::mutex> lock(mutex);
-  const auto found = known.find(key);
-  if (found != known.end()) return found->second;
-  return known[key] = ask(lt, handle, gemm, descriptors);
-}
+/// By key, of all threads. The mutex is not held while algorithms are timed: what a stream waits for may be another GPU,
+/// whose thread may wait for the mutex.
+struct Known {
+  std::mutex mutex;
+  std::map<Key, Algorithms> algorithms;
 
-void run(const Gemm& gemm, int device, cudaStream_t stream) {
-  const Library& lt = Library::get();
-  const cublasLtHandle_t handle = handle_of(lt, device);
-  const Descriptors d = describe(lt, gemm);
-  const Algorithm algo = algorithm(lt, handle, device, gemm, d);
-  if (!algo) throw Failure{"cuBLASLt has no algorithm for this GEMM on this GPU", true};
-  const float host[2] = {1, gemm.accumulate ? 1.0f : 0.0f};
-  const float* scalars = gemm.alpha_beta ? gemm.alpha_beta : host;
-  const void* c = gemm.accumulate ? gemm.accumulate : gemm.result;
-  lt.check(lt.Matmul(handle, d.operation.get(), &scalars[0], gemm.b.data, d.a.get(), gemm.a.data, d.b.get(), &scalars[1], c,
-                     d.y.get(), gemm.result, d.y.get(), &*algo, gemm.workspace, gemm.workspace_bytes, stream),
-           "failed");
-}
+  static Known& all() {
+    static Known known;
+    return known;
+  }
+};
+
+/// A GEMM, and all that cuBLASLt takes beside it.
+class Call {
+ public:
+  Call(const Gemm& gemm, int device)
+      : lt_(Library::get()),
+        handle_(handle_of(lt_, device)),
+        descriptors_(describe(lt_, gemm)),
+        key_(key_of(device, gemm)),
+        algorithms_(find(gemm)) {
+    if (algorithms_.empty()) throw Failure{"cuBLASLt has no algorithm for this GEMM on this GPU", true};
+  }
+
+  bool timed() const { return algorithms_.size() == 1; }
+
+  void launch(const Gemm& gemm, cudaStream_t stream) const {
+    if (!timed()) throw Failure{"JAXLOWPREC_GEMM_ALGORITHM=timed must be set before jaxlowprec's first operation"};
+    launch(gemm, algorithms_[0], stream);
+  }
+
+  /// Keeps the fastest algorithm. A later suggestion has to be clearly faster than those before it: noise should not choose.
+  void time(const Gemm& gemm, cudaStream_t stream) {
+    constexpr int kRounds = 4, kRuns = 4;
+    constexpr float kClearly = 0.98f;
+    const Event start, end;
+    std::vector<float> least(algorithms_.size(), std::numeric_limits<float>::infinity());
+    for (int round = 0; round < kRounds; ++round)
+      for (size_t i = 0; i < algorithms_.size(); ++i) {
+        check(cudaEventRecord(start.event, stream));
+        for (int run = 0; run < kRuns; ++run) launch(gemm, algorithms_[i], stream);
+        check(cudaEventRecord(end.event, stream));
+        check(cudaEventSynchronize(end.event));
+        float milliseconds = 0;
+        check(cudaEventElapsedTime(&milliseconds, start.event, end.event));
+        least[i] = std::min(least[i], milliseconds);
+      }
+    size_t best = 0;
+    for (size_t i = 1; i < least.size(); ++i)
+      if (least[i] < kClearly * least[best]) best = i;
+    const std::lock_guard<std::mutex> lock(Known::all().mutex);
+    Algorithms& kept = Known::all().algorithms[key_];
+    if (kept.size() > 1) kept = {algorithms_[best]};  // else another thread was first
+  }
+
+ private:
+  const Library& lt_;
+  const cublasLtHandle_t handle_;
+  const Descriptors descriptors_;
+  const Key key_;
+  const Algorithms algorithms_;
+
+  static void check(cudaError_t status) {
+    if (status != cudaSuccess) throw Failure{"cuBLASLt's algorithms could not be timed: " + reason(status)};
+  }
+
+  struct Event {
+    cudaEvent_t event = nullptr;
+    Event() { check(cudaEventCreate(&event)); }
+    ~Event() { cudaEventDestroy(event); }
+    Event(const Event&) = delete;
+  };
+
+  Algorithms find(const Gemm& gemm) const {
+    Known& known = Known::all();
+    const std::lock_guard<std::mutex> lock(known.mutex);
+    const auto found = known.algorithms.find(key_);
+    if (found != known.algorithms.end()) return found->second;
+    return known.algorithms[key_] = ask(lt_, handle_, gemm, descriptors_);
+  }
+
+  void launch(const Gemm& gemm, const cublasLtMatmulAlgo_t& algorithm, cudaStream_t stream) const {
+    const float host[2] = {1, gemm.accumulate ? 1.0f : 0.0f};
+    const float* scalars = gemm.alpha_beta ? gemm.alpha_beta : host;
+    const void* c = gemm.accumulate ? gemm.accumulate : gemm.result;
+    const Descriptors& d = descriptors_;
+    lt_.check(
+        lt_.Matmul(handle_, d.operation.get(), &scalars[0], gemm.b.data, d.a.get(), gemm.a.data, d.b.get(), &scalars[1], c,
+                   d.y.get(), gemm.result, d.y.get(), &algorithm, gemm.workspace, gemm.workspace_bytes, stream),
+        "failed");
+  }
+};
 
 template <class Body>
 GemmLaunch problem_of(const Body& body) {
@@ -271,7 +361,20 @@ std::string prepare_gemm(int device) {
 }
 
 GemmLaunch launch(const Gemm& gemm, int device, cudaStream_t stream) {
-  return problem_of([&] { run(gemm, device, stream); });
+  return problem_of([&] { Call(gemm, device).launch(gemm, stream); });
+}
+
+bool times_algorithms() { return algorithm_variable() == "timed"; }
+
+GemmLaunch time_algorithms(const Gemm& gemm, int device, const std::function<std::string(Gemm&)>& move,
+                           cudaStream_t stream) {
+  return problem_of([&] {
+    Call call(gemm, device);
+    if (call.timed()) return;
+    Gemm moved = gemm;
+    if (const std::string problem = move(moved); !problem.empty()) throw Failure{problem};
+    call.time(moved, stream);
+  });
 }
 
 }  // namespace cuda

@@ -39,56 +39,107 @@ MatmulProblem entry(const MatmulProblem& p, int64_t i) {
   return q;
 }
 
-/// An operand as cuBLASLt gets it; decoded, or its scales brought into order, in `memory`.
-cudaError_t convert(GemmOperand& to, const MatmulOperand& from, int64_t rows, int64_t depth, MatmulRoute route,
-                    uint8_t* memory, cudaStream_t stream) {
-  if (route == MatmulRoute::kDecoded) {
-    to = {GemmType::kBF16, memory, rows, GemmScaling::kNone, nullptr};
+/// An operand as cuBLASLt gets it; decoded, or its scales in order, in `memory`.
+GemmOperand gemm_operand(const MatmulOperand& from, int64_t rows, MatmulRoute route, const uint8_t* memory) {
+  if (route == MatmulRoute::kDecoded) return {GemmType::kBF16, memory, rows, GemmScaling::kNone, nullptr};
+  return {*gemm_type(from.format.code), from.data, rows, gemm_scaling(route, from.format), memory};
+}
+
+/// Puts there what gemm_operand says is in `memory`.
+cudaError_t convert(const MatmulOperand& from, int64_t rows, int64_t depth, MatmulRoute route, uint8_t* memory,
+                    cudaStream_t stream) {
+  if (route == MatmulRoute::kDecoded)
     return launch(DecodeProblem{from, 1, rows, depth, decoded_width(depth), memory}, stream);
-  }
-  to = {*gemm_type(from.format.code), from.data, rows, gemm_scaling(route, from.format), memory};
-  if (to.scaling == GemmScaling::kNone) return cudaSuccess;
+  if (gemm_scaling(route, from.format) == GemmScaling::kNone) return cudaSuccess;
   return launch(ScaleLayoutProblem{from.format, from.scale, 1, rows, depth, memory}, stream);
 }
 
+/// An entry of the batch, and where it is multiplied.
+struct Entry {
+  const MatmulProblem p;
+  const MatmulPlan& plan;
+  const float* alpha_beta;
+  uint8_t* workspace;
+  int device;
+
+  uint8_t* a() const { return workspace; }
+  uint8_t* b() const { return a() + plan.a_bytes; }
+
+  Gemm gemm(MatmulRoute route) const {
+    Gemm gemm{};
+    gemm.depth = route == MatmulRoute::kDecoded ? decoded_width(p.depth()) : p.depth();
+    gemm.a = gemm_operand(p.a, p.rows, route, a()), gemm.b = gemm_operand(p.b, p.columns, route, b());
+    gemm.result_type = p.type == ElementType::kF32 ? GemmType::kF32 : GemmType::kBF16;
+    gemm.result = p.result, gemm.accumulate = p.accumulate, gemm.alpha_beta = alpha_beta;
+    gemm.workspace = b() + plan.b_bytes, gemm.workspace_bytes = plan.gemm_bytes;
+    if (route == MatmulRoute::kTensor) {
+      // alpha as the scale of a: then 1 and beta are the host's, and no kernel multiplies a result that nobody wrote by a
+      // beta of 0 that it reads from the device's memory.
+      gemm.a.scaling = GemmScaling::kFloat32, gemm.a.scale = alpha_beta, gemm.alpha_beta = nullptr;
+    }
+    return gemm;
+  }
+};
+
 /// Few rows of a: cuBLASLt has no part in it.
-std::string multiply_small(const MatmulProblem& p, const MatmulPlan& plan, const float* alpha, uint8_t* workspace,
-                           cudaStream_t stream) {
+std::string multiply_small(const Entry& e, cudaStream_t stream) {
   MatmulDecodeProblem small{};
-  small.x = p.a;
-  small.w = {WeightType::kNvfp4, p.b.data, p.b.scale, nullptr, p.b.format.block, p.b.format.tiles};
-  small.alpha = alpha, small.rows = p.rows, small.columns = p.columns, small.depth = p.depth();
-  small.result = p.result, small.type = p.type, small.workspace = workspace;
-  if (matmul_decode_workspace_bytes(small) > plan.workspace_bytes()) return "its workspace is too small";
+  small.x = e.p.a;
+  small.w = {WeightType::kNvfp4, e.p.b.data, e.p.b.scale, nullptr, e.p.b.format.block, e.p.b.format.tiles};
+  small.alpha = e.alpha_beta, small.rows = e.p.rows, small.columns = e.p.columns, small.depth = e.p.depth();
+  small.result = e.p.result, small.type = e.p.type, small.workspace = e.workspace;
+  if (matmul_decode_workspace_bytes(small) > e.plan.workspace_bytes()) return "its workspace is too small";
   const cudaError_t status = launch(small, stream);
   return status == cudaSuccess ? "" : reason(status);
 }
 
-GemmLaunch multiply_by(MatmulRoute route, const MatmulProblem& p, const MatmulPlan& plan, const float* alpha_beta,
-                       uint8_t* workspace, int device, cudaStream_t stream) {
-  Gemm gemm{};
-  gemm.depth = route == MatmulRoute::kDecoded ? decoded_width(p.depth()) : p.depth();
-  gemm.result_type = p.type == ElementType::kF32 ? GemmType::kF32 : GemmType::kBF16;
-  gemm.result = p.result, gemm.accumulate = p.accumulate, gemm.alpha_beta = alpha_beta;
-  uint8_t* const a = workspace;
-  uint8_t* const b = a + plan.a_bytes;
-  gemm.workspace = b + plan.b_bytes, gemm.workspace_bytes = plan.gemm_bytes;
-  cudaError_t status = convert(gemm.a, p.a, p.rows, p.depth(), route, a, stream);
-  if (status == cudaSuccess) status = convert(gemm.b, p.b, p.columns, p.depth(), route, b, stream);
+GemmLaunch multiply_by(MatmulRoute route, const Entry& e, cudaStream_t stream) {
+  cudaError_t status = convert(e.p.a, e.p.rows, e.p.depth(), route, e.a(), stream);
+  if (status == cudaSuccess) status = convert(e.p.b, e.p.columns, e.p.depth(), route, e.b(), stream);
   if (status != cudaSuccess) return {reason(status)};
-  if (route == MatmulRoute::kTensor) {
-    // alpha as the scale of a: then 1 and beta are the host's, and no kernel multiplies a result that nobody wrote by a
-    // beta of 0 that it reads from the device's memory.
-    gemm.a.scaling = GemmScaling::kFloat32, gemm.a.scale = alpha_beta, gemm.alpha_beta = nullptr;
-  }
-  return launch(gemm, device, stream);
+  return launch(e.gemm(route), e.device, stream);
 }
 
-std::string multiply(const MatmulProblem& p, const MatmulPlan& plan, const float* alpha_beta, uint8_t* workspace, int device,
-                     cudaStream_t stream) {
-  const GemmLaunch launched = multiply_by(plan.route, p, plan, alpha_beta, workspace, device, stream);
-  if (!launched.no_algorithm || plan.route == MatmulRoute::kDecoded) return launched.problem;
-  if (plan.may_decode) return multiply_by(MatmulRoute::kDecoded, p, plan, alpha_beta, workspace, device, stream).problem;
+/// Memory for GEMMs that are timed, one after another.
+class Scratch {
+ public:
+  Scratch(const Allocate& allocate, cudaStream_t stream) : allocate_(allocate), stream_(stream) {}
+
+  /// The result is as aligned as it was: algorithms may depend on that.
+  std::string move(Gemm& gemm) {
+    constexpr int64_t kStep = MatmulPlan::kAlignment;
+    const int64_t result = gemm.a.rows * gemm.b.rows * (gemm.result_type == GemmType::kF32 ? 4 : 2);
+    const int64_t bytes = 3 * kStep + gemm.workspace_bytes + result;
+    if (bytes > bytes_) memory_ = static_cast<uint8_t*>(allocate_(bytes)), bytes_ = memory_ ? bytes : 0;
+    if (!memory_)
+      return "no " + std::to_string(bytes) + " bytes are left to time its algorithms in: free memory, or unset " +
+             "JAXLOWPREC_GEMM_ALGORITHM";
+    uint8_t* const start = reinterpret_cast<uint8_t*>(round_up(reinterpret_cast<intptr_t>(memory_), kStep));
+    if (gemm.alpha_beta) {
+      const float alpha_beta[2] = {1, gemm.accumulate ? 1.0f : 0.0f};
+      gemm.alpha_beta = reinterpret_cast<const float*>(start);
+      const cudaError_t status = cudaMemcpyAsync(start, alpha_beta, sizeof alpha_beta, cudaMemcpyHostToDevice, stream_);
+      if (status != cudaSuccess) return reason(status);
+    }
+    gemm.workspace = start + kStep;
+    gemm.result = start + kStep + gemm.workspace_bytes + reinterpret_cast<uintptr_t>(gemm.result) % kStep;
+    return "";
+  }
+
+ private:
+  const Allocate& allocate_;
+  const cudaStream_t stream_;
+  uint8_t* memory_ = nullptr;
+  int64_t bytes_ = 0;
+};
+
+/// By its plan's route, or decoded where cuBLASLt has no algorithm for that one: by(route) multiplies, or times.
+template <class By>
+std::string multiply(const Entry& e, const By& by) {
+  const MatmulProblem& p = e.p;
+  const GemmLaunch launched = by(e.plan.route);
+  if (!launched.no_algorithm || e.plan.route == MatmulRoute::kDecoded) return launched.problem;
+  if (e.plan.may_decode) return by(MatmulRoute::kDecoded).problem;
   const std::string what = launched.problem + " (M " + std::to_string(p.rows) + ", N " + std::to_string(p.columns) + ", K " +
                            std::to_string(p.depth()) + "): ";
   if (!decodes_exactly(p))
@@ -98,14 +149,9 @@ std::string multiply(const MatmulProblem& p, const MatmulPlan& plan, const float
   return what + "pass precision=\"highest\", which decodes both operands to bfloat16, or implementation=\"reference\"";
 }
 
-}  // namespace
-
-std::string prepare_matmul() {
-  const Device device;
-  return device.status == cudaSuccess ? prepare_gemm(device.index) : reason(device.status);
-}
-
-std::string launch(const MatmulProblem& problem, const MatmulResources& resources, cudaStream_t stream) {
+/// What visit() says of the entries of the batch, up to the first that has a problem.
+template <class Visit>
+std::string for_each_entry(const MatmulProblem& problem, const MatmulResources& resources, const Visit& visit) {
   const Device device;
   if (device.status != cudaSuccess) return reason(device.status);
   const MatmulPlan plan = plan_matmul(problem, device.capability);
@@ -118,13 +164,34 @@ std::string launch(const MatmulProblem& problem, const MatmulResources& resource
   uint8_t* const workspace = reinterpret_cast<uint8_t*>(start);
   for (int64_t i = 0; i < problem.batch; ++i) {
     const float* alpha_beta = resources.alpha_beta ? resources.alpha_beta + 2 * i : nullptr;
-    const MatmulProblem one = entry(problem, i);
-    const std::string failed = plan.route == MatmulRoute::kSmall
-                                   ? multiply_small(one, plan, alpha_beta, workspace, stream)
-                                   : multiply(one, plan, alpha_beta, workspace, device.index, stream);
+    const std::string failed = visit(Entry{entry(problem, i), plan, alpha_beta, workspace, device.index});
     if (!failed.empty()) return failed;
   }
   return "";
+}
+
+}  // namespace
+
+std::string prepare_matmul() {
+  const Device device;
+  return device.status == cudaSuccess ? prepare_gemm(device.index) : reason(device.status);
+}
+
+std::string launch(const MatmulProblem& problem, const MatmulResources& resources, cudaStream_t stream) {
+  return for_each_entry(problem, resources, [&](const Entry& e) {
+    if (e.plan.route == MatmulRoute::kSmall) return multiply_small(e, stream);
+    return multiply(e, [&](MatmulRoute route) { return multiply_by(route, e, stream); });
+  });
+}
+
+std::string time_matmul(const MatmulProblem& problem, const MatmulResources& resources, const Allocate& allocate,
+                        cudaStream_t stream) {
+  Scratch scratch(allocate, stream);
+  const auto move = [&](Gemm& gemm) { return scratch.move(gemm); };
+  return for_each_entry(problem, resources, [&](const Entry& e) {
+    if (e.plan.route == MatmulRoute::kSmall) return std::string();
+    return multiply(e, [&](MatmulRoute route) { return time_algorithms(e.gemm(route), e.device, move, stream); });
+  });
 }
 
 }  // namespace cuda

@@ -3,6 +3,7 @@
 
 #include <cuda_runtime.h>
 
+#include <functional>
 #include <string>
 
 #include "../../problems.h"
@@ -23,6 +24,14 @@ std::string prepare_matmul();
 
 /// alpha * a b^T (+ accumulate, of the result's type): no bias, no activation. Empty, or why it cannot be.
 std::string launch(const MatmulProblem& problem, const MatmulResources& resources, cudaStream_t stream);
+
+/// Device memory of so many bytes until the call returns, or null.
+using Allocate = std::function<void*(int64_t bytes)>;
+
+/// Before a launch, where times_algorithms() (cublaslt.h): times the algorithms of its GEMMs that are not known yet, and
+/// waits for them. Operands are read, whatever they hold; nothing is written but memory that is asked for.
+std::string time_matmul(const MatmulProblem& problem, const MatmulResources& resources, const Allocate& allocate,
+                        cudaStream_t stream);
 
 }  // namespace cuda
 }  // namespace jaxlowprec
