@@ -16,7 +16,7 @@
 #include "../../../xla_ffi/cuda/matmul/matmul_plan.h"
 #include "../../cpp/check.h"
 #include "../../cpp/format_makers.h"
-#include "../../cpp/matmul_reference.h"
+#include "../../cpp/rebase_reference.h"
 #include "cublaslt_model.h"
 #include "matmul_doubles.h"
 
@@ -65,6 +65,7 @@ const std::pair<Format, Format> kPairs[] = {
     {float8_block(k4, false, true), float8_block(k4, true, true)},
     {float8_tensor(k4), float8_tensor(k5)},
     {float8_tensor(k4), float8_tensor(k4)},
+    {mx(k2), mx(k2)},
 };
 
 // --- a problem with random operands
@@ -150,8 +151,26 @@ std::vector<double> decoded(const MatmulOperand& operand, int64_t rows, int64_t 
   return values;
 }
 
+/// What the elements of an operand may be off by on a route: SumError's T is of their magnitudes and this (gemm_error.h).
+std::vector<double> element_errors(const MatmulOperand& given, int64_t rows, int64_t batch, int64_t depth,
+                                   cuda::MatmulRoute route) {
+  std::vector<double> errors(rows * depth);
+  if (route != cuda::MatmulRoute::kRebased) return errors;
+  MatmulOperand o = given;
+  o.data += batch * rows * o.format.row_bytes(depth), o.scale += batch * o.format.scales(rows, depth);
+  for (int64_t i = 0; i < rows * depth; ++i) {
+    const int64_t row = i / depth, k = i % depth;
+    const int largest = reference::largest_e8m0_scale(o, row, k / 128 * 128);
+    if (reference::e8m0_scale(o, row, k) < largest - 14) errors[i] = std::ldexp(cuda::kRebaseError, largest - 127);
+  }
+  return errors;
+}
+
+cuda::MatmulRoute route_of(const Case& c) { return cuda::plan_matmul(c.p, doubles::capability).route; }
+
 /// How many results are further from the product of the decoded operands in float64 than `sum_error` of the sum of the
-/// terms' magnitudes and one rounding to the result's type. The first is reported unless they are `expected`.
+/// terms' magnitudes, what their route makes of the elements, and one rounding to the result's type. The first is reported
+/// unless they are `expected`.
 int64_t results_beyond(const Case& c, double sum_error, bool expected = true) {
   const MatmulProblem& p = c.p;
   const int64_t depth = c.sizes.depth;
@@ -159,18 +178,22 @@ int64_t results_beyond(const Case& c, double sum_error, bool expected = true) {
   int64_t beyond = 0;
   for (int64_t batch = 0; batch < p.batch; ++batch) {
     const auto a = decoded(p.a, p.rows, batch, depth), b = decoded(p.b, p.columns, batch, depth);
+    const auto a_errors = element_errors(p.a, p.rows, batch, depth, route_of(c));
+    const auto b_errors = element_errors(p.b, p.columns, batch, depth, route_of(c));
     const double alpha = c.alpha_beta.empty() ? 1 : c.alpha_beta[2 * batch];
     for (int64_t m = 0; m < p.rows; ++m)
       for (int64_t n = 0; n < p.columns; ++n) {
-        double sum = 0, magnitude = 0;
+        double sum = 0, magnitude = 0, magnitude_at_most = 0;
         for (int64_t k = 0; k < depth; ++k) {
-          const double term = a[m * depth + k] * b[n * depth + k];
-          sum += term, magnitude += std::abs(term);
+          const int64_t i = m * depth + k, j = n * depth + k;
+          sum += a[i] * b[j], magnitude += std::abs(a[i] * b[j]);
+          magnitude_at_most += (std::abs(a[i]) + a_errors[i]) * (std::abs(b[j]) + b_errors[j]);
         }
         const int64_t index = (batch * p.rows + m) * p.columns + n;
         const double onto = p.accumulate ? reference::get(p.accumulate, p.type, index) : 0;
         const double exact = alpha * sum + onto;
-        const double bound = sum_error * alpha * magnitude + unit * std::abs(exact);
+        const double of_sum = sum_error * magnitude_at_most + magnitude_at_most - magnitude;
+        const double bound = alpha * of_sum + unit * std::abs(exact);
         const double found = reference::get(p.result, p.type, index);
         if (std::abs(found - exact) <= bound) continue;
         if (++beyond == 1 && !expected) CHECK_EQ(found, exact);
@@ -183,8 +206,7 @@ double contract(const Case& c) { return std::ldexp(static_cast<double>(c.sizes.d
 
 /// The bound of the way that the GEMM takes.
 void check_result(const Case& c) {
-  const cuda::MatmulRoute route = cuda::plan_matmul(c.p, doubles::capability).route;
-  CHECK_EQ(results_beyond(c, cuda::sum_error(route, doubles::capability, c.sizes.depth).expected, false), 0);
+  CHECK_EQ(results_beyond(c, cuda::sum_error(route_of(c), doubles::capability, c.sizes.depth).expected, false), 0);
 }
 
 const Sizes kSizes[] = {{1, 4, 16, 32}, {2, 20, 144, 160}, {1, 132, 272, 288}};
@@ -257,7 +279,14 @@ TEST(routes) {
   CHECK(route(nvfp4(), nvfp4(), 17, 100) == Route::kNVFP4);
   CHECK(route(mx(k4), mx(k5), 64, 90) == Route::kDecoded);
   CHECK(route(mx(k4), mx(k5), 64, 120) == Route::kMX);
-  CHECK(route(mx(k2), mx(k2), 64, 100) == Route::kDecoded);
+  for (const Format& other : {mx(k2), mx(k2, true)}) {
+    CHECK(route(mx(k2), other, 64, 90) == Route::kRebased);
+    CHECK(route(other, mx(k2), 16, 90) == Route::kRebased);
+    CHECK(route(mx(k2), other, 66, 90) == Route::kDecoded);  // Python pads them
+    CHECK(route(mx(k2), other, 12, 90) == Route::kDecoded);
+    for (const int capability : {80, 89, 100, 120}) CHECK(route(mx(k2), other, 64, capability) == Route::kDecoded);
+  }
+  CHECK(route(mx(k4), mx(k2), 64, 90) == Route::kDecoded);
   CHECK(route(mx(k4), mx(k2), 64, 100) == Route::kDecoded);
   CHECK(route(float8_block(k4, false, true), float8_block(k4, true, true), 64, 90) == Route::kBlock128);
   CHECK(route(float8_block(k4, false, true), float8_block(k4, true, true), 64, 100) == Route::kDecoded);
@@ -315,6 +344,76 @@ TEST(float32_sums_keep_to_numerics_9_on_every_gpu) {
   }
 }
 
+// --- MXFP4 by MXFP4 on Hopper
+
+/// Scales are random bytes, of each operand so many from a least one on.
+struct RebasedCase : Case {
+  RebasedCase(const Format& b, Sizes sizes, int a_least, int b_least, int bytes)
+      : Case(mx(k2), b, sizes, ElementType::kF32, false) {
+    set_capability(90);
+    std::mt19937 random(static_cast<uint32_t>(sizes.depth));
+    const auto fill = [&](const Memory& memory, const Format& f, int64_t rows, int least) {
+      for (int64_t i = 0; i < sizes.batch * f.scales(rows, sizes.depth); ++i)
+        memory.data[i] = static_cast<uint8_t>(least + random() % bytes);
+    };
+    fill(a_scale, mx(k2), sizes.rows, a_least), fill(b_scale, b, sizes.columns, b_least);
+    CHECK(route_of(*this) == cuda::MatmulRoute::kRebased);
+  }
+};
+
+TEST(rebased_operands_are_the_decoded_ones_where_they_fit) {
+  for (const Format& b : {mx(k2), mx(k2, true)}) {
+    RebasedCase c(b, {1, 160, 48, 160}, 107, 120, 15);
+    std::memset(c.a_data.data, 0, 160 * 80);
+    for (int64_t i = 0; i < 160; ++i) c.a_data.data[i * 80 + i / 2] = static_cast<uint8_t>(i % 2 ? 0xD0 : 0x03);  // -3, 1.5
+    CHECK_EQ(c.run(), std::string());
+    const std::vector<uint8_t> rebased(c.result.data, c.result.data + 4 * 160 * 48);
+    c.p.float32_sums = true;
+    CHECK(route_of(c) == cuda::MatmulRoute::kDecoded);
+    CHECK_EQ(c.run(), std::string());
+    CHECK_EQ(std::memcmp(rebased.data(), c.result.data, rebased.size()), 0);
+  }
+}
+
+TEST(rebased_products_keep_to_their_bound) {
+  for (const Format& b : {mx(k2), mx(k2, true)})
+    for (const Sizes sizes : {Sizes{1, 20, 16, 32}, {2, 20, 48, 416}, {1, 132, 64, 1024}}) {
+      for (const auto& [a_least, b_least, bytes] : {std::tuple{120, 125, 15}, {107, 107, 41}, {1, 200, 41}, {213, 1, 41}}) {
+        const check::Given given("K " + std::to_string(sizes.depth) + ", scales from " + std::to_string(a_least));
+        RebasedCase c(b, sizes, a_least, b_least, bytes);
+        CHECK_EQ(c.run(), std::string());
+        check_result(c);
+      }
+    }
+}
+
+TEST(what_rebasing_loses_is_in_the_bound) {
+  RebasedCase c(mx(k2), {1, 16, 16, 128}, 127, 127, 1);
+  std::memset(c.a_data.data, 0x22, 16 * 64), std::memset(c.b_data.data, 0x22, 16 * 64);  // 1
+  for (int64_t i = 0; i < 16; ++i) {
+    c.a_scale.data[4 * i] = 147, c.a_scale.data[4 * i + 1] = 127 - 5;  // 2^25 apart
+    std::memset(c.b_data.data + 64 * i, 0, 16);                        // what the large block of a meets
+  }
+  CHECK_EQ(c.run(), std::string());
+  check_result(c);
+  c.p.float32_sums = true;  // by the bound without what elements lose
+  const double error = cuda::sum_error(cuda::MatmulRoute::kRebased, 90, 128).expected;
+  CHECK_EQ(results_beyond(c, error), 16 * 16);
+  CHECK_EQ(c.run(), std::string());
+  CHECK_EQ(results_beyond(c, contract(c), false), 0);
+}
+
+TEST(a_scale_that_is_nan_makes_its_rows_products_nan) {
+  RebasedCase c(mx(k2), {1, 20, 16, 160}, 120, 120, 6);
+  c.a_scale.data[3 * 5 + 4] = 255, c.b_scale.data[7 * 5 + 1] = 255;  // of rows 3 and 7
+  for (const bool float32_sums : {false, true}) {
+    c.p.float32_sums = float32_sums;
+    CHECK_EQ(c.run(), std::string());
+    for (int64_t i = 0; i < 20 * 16; ++i)
+      CHECK_EQ(std::isnan(reference::get(c.result.data, ElementType::kF32, i)), i / 16 == 3 || i % 16 == 7);
+  }
+}
+
 TEST(the_largest_error_of_fp8_sums_is_nearly_reached) {
   set_capability(90);
   Case c(float8_tensor(k4), float8_tensor(k4), {1, 1, 16, 128}, ElementType::kF32, false);
@@ -354,6 +453,8 @@ TEST(fp8_blocks_that_cublaslt_has_no_algorithm_for_are_decoded) {
     Case inexact(float8_block(k4, false, false), float8_block(k4, true, false), {1, 4, 16, 64}, ElementType::kBF16, false);
     CHECK(contains(inexact.run(), "(M 4, N 16, K 64): FP8 blocks whose scales are not powers of two cannot be decoded"));
     refuse_blocks_below(512, by_count);
+    Case rebased(mx(k2), mx(k2), {1, 16, 16, 160}, ElementType::kBF16, false);
+    CHECK(contains(rebased.run(), "(M 16, N 16, K 160): pass precision=\"highest\""));
     Case large(rows, tiles, {1, 4, 16, 256}, ElementType::kBF16, false);
     CHECK(contains(large.run(), "(M 4, N 16, K 256): pass precision=\"highest\""));
   }

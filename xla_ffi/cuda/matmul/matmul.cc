@@ -6,6 +6,7 @@
 #include "cublaslt.h"
 #include "layouts.h"
 #include "matmul_plan.h"
+#include "rebase.h"
 
 namespace jaxlowprec {
 namespace cuda {
@@ -39,12 +40,17 @@ MatmulProblem entry(const MatmulProblem& p, int64_t i) {
   return q;
 }
 
-/// An operand as cuBLASLt gets it; decoded, or its scales brought into order, in `memory`.
+/// An operand as cuBLASLt gets it; decoded, re-based, or its scales brought into order, in `memory`.
 cudaError_t convert(GemmOperand& to, const MatmulOperand& from, int64_t rows, int64_t depth, MatmulRoute route,
                     uint8_t* memory, cudaStream_t stream) {
   if (route == MatmulRoute::kDecoded) {
     to = {GemmType::kBF16, memory, rows, GemmScaling::kNone, nullptr};
     return launch(DecodeProblem{from, 1, rows, depth, decoded_width(depth), memory}, stream);
+  }
+  if (route == MatmulRoute::kRebased) {
+    uint8_t* const scales = memory + rows * rebased_width(depth);
+    to = {GemmType::kE4M3, memory, rows, gemm_scaling(route, from.format), scales};
+    return launch(RebaseProblem{from, rows, memory, reinterpret_cast<float*>(scales)}, stream);
   }
   to = {*gemm_type(from.format.code), from.data, rows, gemm_scaling(route, from.format), memory};
   if (to.scaling == GemmScaling::kNone) return cudaSuccess;
@@ -67,7 +73,7 @@ std::string multiply_small(const MatmulProblem& p, const MatmulPlan& plan, const
 GemmLaunch multiply_by(MatmulRoute route, const MatmulProblem& p, const MatmulPlan& plan, const float* alpha_beta,
                        uint8_t* workspace, int device, cudaStream_t stream) {
   Gemm gemm{};
-  gemm.depth = route == MatmulRoute::kDecoded ? decoded_width(p.depth()) : p.depth();
+  gemm.depth = gemm_depth(route, p.depth());
   gemm.result_type = p.type == ElementType::kF32 ? GemmType::kF32 : GemmType::kBF16;
   gemm.result = p.result, gemm.accumulate = p.accumulate, gemm.alpha_beta = alpha_beta;
   uint8_t* const a = workspace;
