@@ -114,7 +114,7 @@ TEST(numbers_are_the_same_where_scales_fit_and_near_elsewhere) {
 
 TEST(a_scale_that_is_nan_poisons_its_128_alone) {
   Operand o(kRows, 8, 256, 120, 130, 3);
-  std::fill(o.data.begin(), o.data.begin() + 8 * 64, 0);  // zeros do not hide it
+  std::fill_n(&o.data[5 * 128], 64, uint8_t{0});  // zeros do not hide it
   o.scale_at(5, 3) = 255;
   const Rebased found = check_bytes(o);
   for (int64_t i = 0; i < 16; ++i) CHECK_EQ(std::isnan(found.scales[i]), i == 5);
