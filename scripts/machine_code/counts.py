@@ -48,6 +48,7 @@ COUNTED = (
     (r"quantize_(norm_|activation_|gradient_)?pow2_tiles<.*>", (WHOLE_TILES,)),
     (r"quantize_nvfp4_tiles<.*>", (WHOLE_NVFP4_TILES,)),
     (r"decode_sixteens<.*>", (DECODED,)),
+    (r"rebase_kernel", (DECODED,)),
     (r"weight_stream_kernel<., 1, 4, 12>", (WEIGHTS,)),
     (r"int4_symmetric_rows<([01]), \1, .*>", (SIXTEENS,)),
 )

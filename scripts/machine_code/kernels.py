@@ -47,6 +47,8 @@ NEEDS = (
     # Half or one byte read of each code, and 2 or 4 written for it; a few scales.
     Need("decode_sixteens<E2M1>", read_share=0.6 / 2.6, in_loop=True, dynamic_shared=1),
     Need("decode_sixteens<.*>", read_share=1 / 3, in_loop=True, dynamic_shared=1),
+    # Half a byte read of each code, and one written.
+    Need("rebase_kernel", read_share=1 / 3, in_loop=True, dynamic_shared=1),
     Need(r"dequantize_kernel<E2M1, \d, [01]>", read_share=0.6 / 2.6),
     Need(r"dequantize_kernel<E2M1, \d, 2>", read_share=0.6 / 4.6),
     Need(r"dequantize_kernel<E\dM\d, \d, [01]>", read_share=1 / 3),
@@ -125,6 +127,7 @@ MOST_INSTRUCTIONS = {
     "quantize_nvfp4_tiles<true, false>": 33.8,
     "quantize_nvfp4_tiles<true, true>": 43.5,
     "decode_sixteens<.*>": 6.8,
+    "rebase_kernel": 5.1,
     "weight_stream_kernel<0, 1, 4, 12>": 3.8,
     "weight_stream_kernel<1, 1, 4, 12>": 3.1,
 }

@@ -89,6 +89,7 @@ class TestCuda:
             assert all(("never verified" in how["why"]) != verified for how in said[capability].values())
         assert "Float8Block: FP8 tensor cores" in said[9.0]["scaled_matmul, 8-bit"]["why"]
         assert "NVFP4: codes decoded to bfloat16" in said[9.0]["scaled_matmul, 4-bit"]["why"]
+        assert "MXFP4: 4-bit codes re-based to FP8" in said[9.0]["scaled_matmul, 4-bit"]["why"]
         assert "NVFP4: FP4 tensor cores" in said[10.0]["scaled_matmul, 4-bit"]["why"]
         assert "FP8 tensor cores" not in said[8.0]["scaled_matmul, 8-bit"]["why"]
 

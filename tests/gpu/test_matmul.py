@@ -11,7 +11,7 @@ import jaxlowprec as jlp
 from tests.gpu.sides import run_on
 from tests.helpers import FLOATS, as_bytes, format_name, quantized_from_bytes, random_array
 from tests.ops.matmul.test_scaled_matmul_formats import ONE_OF_EACH_KIND, PAIRS
-from tests.products import assert_is_product, decoded, sum_error
+from tests.products import assert_is_product, decoded, rebase_errors, sum_error
 
 NVFP4 = list(itertools.product((jlp.NVFP4(), jlp.NVFP4((16, 16))), repeat=2))
 SIZES = [(1, 1, 1), (7, 32, 3), (1, 1024, 300), (16, 256, 128), (33, 128, 65), (20, 300, 130), (130, 512, 264)]
@@ -107,7 +107,8 @@ def test_every_kernel_once(gpu, formats):
     for m, k, n in ((3, 160, 40), (67, 160, 40)):
         a, b = (quantized_from_bytes((r, k), f, seed=r) for r, f in zip((m, n), formats, strict=True))
         result = run_on(gpu, lambda a, b: multiply(a, b, out_dtype=jnp.float32), a, b)
-        assert_is_product(result, decoded(a), decoded(b).T, sum_error(formats, (m, k, n)))
+        a_errors, b_errors = rebase_errors(a, b)
+        assert_is_product(result, decoded(a), decoded(b).T, sum_error(formats, (m, k, n)), (a_errors, b_errors.T))
 
 
 def test_batches(gpu):

@@ -50,6 +50,11 @@ def decoded(m, k, n):
     return sum(up(2 * rows * k, 256) for rows in (m, n))
 
 
+def rebased(m, k, n):
+    """Codes of 8 bits and a float32 for 128 of them."""
+    return sum(up(rows * up(k, 128) // 128 * 132, 256) for rows in (m, n))
+
+
 def swizzled(m, k, n, block):
     return sum(up(rows, 128) * up(-(-k // block), 4) for rows in (m, n))
 
@@ -95,8 +100,16 @@ class TestRoutes:
     @pytest.mark.parametrize("fmt", [jlp.NVFP4(), jlp.MXFP4(), jlp.MXFP8(), jlp.MXFP8(element="e5m2")], ids=str)
     def test_below_blackwell_codes_are_decoded(self, fmt):
         other = jlp.MXFP8() if fmt.element == "e5m2" else fmt
-        for capability in (8.0, 8.9, 9.0):
+        for capability in (8.0, 8.9, 9.0)[: 2 if fmt == jlp.MXFP4() else None]:
             assert self.workspace(fmt, other, capability) == decoded(self.M, self.K, self.N)
+
+    def test_on_hopper_mxfp4_is_rebased(self):
+        one, two = jlp.MXFP4(), jlp.MXFP4((32, 32))
+        for pair in itertools.product((one, two), repeat=2):
+            assert self.workspace(*pair, 9.0) == rebased(self.M, self.K, self.N)
+            assert workspace_of(matmul_call(*pair, 3, 160, 16, 9.0)) == rebased(16, 160, 16)
+            assert self.workspace(*pair, 10.0) == decoded(self.M, self.K, self.N)
+        assert self.workspace(one, jlp.MXFP8(), 9.0) == decoded(self.M, self.K, self.N)
 
     def test_on_blackwell_scales_are_swizzled(self):
         for capability in (10.0, 12.0):
@@ -171,6 +184,11 @@ class TestOperands:
         assert call.operands == ["5x32xui8", "5x4xf8E4M3FN", "48x32xui8", "3x4xf8E4M3FN", "2xf32"]
         call = matmul_call(jlp.MXFP8(), jlp.MXFP4(), 5, 40, 33, 9.0)
         assert call.operands == ["5x64xf8E4M3FN", "5x2xf8E8M0FNU", "48x32xui8", "48x2xf8E8M0FNU"]
+        call = matmul_call(jlp.MXFP4(), jlp.MXFP4((32, 32)), 5, 40, 33, 9.0)
+        assert call.operands == ["16x32xui8", "16x2xf8E8M0FNU", "48x32xui8", "2x2xf8E8M0FNU"]
+        for options in ({"capability": 8.9}, {"capability": 9.0, "precision": "highest"}):
+            call = matmul_call(jlp.MXFP4(), jlp.MXFP4(), 5, 40, 33, **options)
+            assert call.operands[:2] == ["5x32xui8", "5x2xf8E8M0FNU"]
         call = matmul_call(jlp.Float8Block(), jlp.Float8Block(block=(128, 128)), 5, 130, 33, 9.0)
         assert call.operands == ["16x160xf8E4M3FN", "16x2xf32", "48x160xf8E4M3FN", "1x2xf32"]
         call = matmul_call(jlp.Float8Block(), jlp.Float8Block(block=(128, 128)), 17, 130, 33, 9.0)

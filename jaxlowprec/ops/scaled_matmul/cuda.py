@@ -17,7 +17,7 @@ from jaxlowprec.ops.scaled_matmul import reference
 from jaxlowprec.wiring import native
 
 # Multiples that cuBLASLt needs: rows of codes and of the result are whole 16 bytes, K is whole blocks of 32, and with
-# float32 block scales rows of scales are whole 16 bytes.
+# float32 block scales, also those that MX scales become, rows of scales are whole 16 bytes.
 _DEPTH, _COLUMNS, _SCALED_ROWS = 32, 16, 4
 
 # Least rows of an `a` with float32 block scales. cuBLASLt's manual allows 4, but few of its algorithms have so narrow a
@@ -46,6 +46,11 @@ def _as_mx(fmt: Format, capability: float) -> bool:
     return fmt.scaling == "float32" and fmt.power_of_two and capability >= 10
 
 
+def _rebases(a_format: Format, b_format: Format, capability: float) -> bool:
+    """Whether the kernels give MXFP4 to the tensor cores of a GPU of that compute capability as FP8 blocks of 128."""
+    return capability == 9 and all(f.scaling == "e8m0" and f.packed for f in (a_format, b_format))
+
+
 def route(a_format: Format, b_format: Format, capability: int) -> tuple[str, str]:
     """Why GPUs of that compute capability (90 for 9.0) cannot multiply many rows, or ""; and how they do, in words."""
     if _as_mx(a_format, capability / 10):
@@ -62,7 +67,7 @@ def sum_errors(
 
     Relative to the sum of the terms' magnitudes, before the result is rounded: the bound that tests use for random
     operands, and the bound that no operands exceed. `xla_ffi/cuda/matmul/gemm_error.h` has the numbers,
-    docs/explanation/exact_sums.md derives them.
+    docs/explanation/exact_sums.md derives them and says what re-based operands add.
     """
     if not float32_sums and _as_mx(a_format, capability / 10):
         a_format = b_format = MXFP8()
@@ -113,14 +118,14 @@ def matmul(spec: Any, a_data, a_scale, b_data, b_scale, *extras) -> list[jax.Arr
     epilogue = spec.epilogue
     bias, accumulate, _ = epilogue.split(rest)
 
-    a_rows = 1
-    if a_fmt.scaling == "float32":
+    a_rows, capability = 1, native.compute_capability() or 0
+    if a_fmt.scaling == "float32" or (not spec.float32_sums and _rebases(a_fmt, b_fmt, capability)):
         a_rows = _LEAST_SCALED_ROWS if rows < _LEAST_SCALED_ROWS else _SCALED_ROWS
     a_data, a_scale = _padded(a_data, a_scale, a_fmt, a_rows)
     b_data, b_scale = _padded(b_data, b_scale, b_fmt, _COLUMNS)
     padded = (a_data.shape[-2], b_data.shape[-2])
     depth = a_data.shape[-1] * (1 + a_fmt.packed)
-    if not spec.float32_sums and _as_mx(a_fmt, native.compute_capability() or 0):
+    if not spec.float32_sums and _as_mx(a_fmt, capability):
         a_scale, a_fmt = _as_mxfp8(a_scale, a_fmt, padded[0], depth)
         b_scale, b_fmt = _as_mxfp8(b_scale, b_fmt, padded[1], depth)
     # cuBLASLt accumulates before an activation, its biases are bfloat16, and it does not round a product to float16: in

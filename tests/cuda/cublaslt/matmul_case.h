@@ -13,6 +13,7 @@
 #include "../../cpp/check.h"
 #include "../../cpp/format_makers.h"
 #include "../../cpp/matmul_reference.h"
+#include "../../cpp/rebase_reference.h"
 #include "cublaslt_model.h"
 #include "matmul_doubles.h"
 
@@ -133,8 +134,26 @@ inline std::vector<double> decoded(const MatmulOperand& operand, int64_t rows, i
   return values;
 }
 
+/// What the elements of an operand may be off by on a route: SumError's T is of their magnitudes and this (gemm_error.h).
+inline std::vector<double> element_errors(const MatmulOperand& given, int64_t rows, int64_t batch, int64_t depth,
+                                          cuda::MatmulRoute route) {
+  std::vector<double> errors(rows * depth);
+  if (route != cuda::MatmulRoute::kRebased) return errors;
+  MatmulOperand o = given;
+  o.data += batch * rows * o.format.row_bytes(depth), o.scale += batch * o.format.scales(rows, depth);
+  for (int64_t i = 0; i < rows * depth; ++i) {
+    const int64_t row = i / depth, k = i % depth;
+    const int largest = reference::largest_e8m0_scale(o, row, k / 128 * 128);
+    if (reference::e8m0_scale(o, row, k) < largest - 14) errors[i] = std::ldexp(cuda::kRebaseError, largest - 127);
+  }
+  return errors;
+}
+
+inline cuda::MatmulRoute route_of(const Case& c) { return cuda::plan_matmul(c.p, doubles::capability).route; }
+
 /// How many results are further from the product of the decoded operands in float64 than `sum_error` of the sum of the
-/// terms' magnitudes and one rounding to the result's type. The first is reported unless they are `expected`.
+/// terms' magnitudes, what their route makes of the elements, and one rounding to the result's type. The first is reported
+/// unless they are `expected`.
 inline int64_t results_beyond(const Case& c, double sum_error, bool expected = true) {
   const MatmulProblem& p = c.p;
   const int64_t depth = c.sizes.depth;
@@ -142,18 +161,22 @@ inline int64_t results_beyond(const Case& c, double sum_error, bool expected = t
   int64_t beyond = 0;
   for (int64_t batch = 0; batch < p.batch; ++batch) {
     const auto a = decoded(p.a, p.rows, batch, depth), b = decoded(p.b, p.columns, batch, depth);
+    const auto a_errors = element_errors(p.a, p.rows, batch, depth, route_of(c));
+    const auto b_errors = element_errors(p.b, p.columns, batch, depth, route_of(c));
     const double alpha = c.alpha_beta.empty() ? 1 : c.alpha_beta[2 * batch];
     for (int64_t m = 0; m < p.rows; ++m)
       for (int64_t n = 0; n < p.columns; ++n) {
-        double sum = 0, magnitude = 0;
+        double sum = 0, magnitude = 0, magnitude_at_most = 0;
         for (int64_t k = 0; k < depth; ++k) {
-          const double term = a[m * depth + k] * b[n * depth + k];
-          sum += term, magnitude += std::abs(term);
+          const int64_t i = m * depth + k, j = n * depth + k;
+          sum += a[i] * b[j], magnitude += std::abs(a[i] * b[j]);
+          magnitude_at_most += (std::abs(a[i]) + a_errors[i]) * (std::abs(b[j]) + b_errors[j]);
         }
         const int64_t index = (batch * p.rows + m) * p.columns + n;
         const double onto = p.accumulate ? reference::get(p.accumulate, p.type, index) : 0;
         const double exact = alpha * sum + onto;
-        const double bound = sum_error * alpha * magnitude + unit * std::abs(exact);
+        const double of_sum = sum_error * magnitude_at_most + magnitude_at_most - magnitude;
+        const double bound = alpha * of_sum + unit * std::abs(exact);
         const double found = reference::get(p.result, p.type, index);
         if (std::abs(found - exact) <= bound) continue;
         if (++beyond == 1 && !expected) CHECK_EQ(found, exact);
@@ -166,8 +189,7 @@ inline double contract(const Case& c) { return std::ldexp(static_cast<double>(c.
 
 /// The bound of the way that the GEMM takes.
 inline void check_result(const Case& c) {
-  const cuda::MatmulRoute route = cuda::plan_matmul(c.p, doubles::capability).route;
-  CHECK_EQ(results_beyond(c, cuda::sum_error(route, doubles::capability, c.sizes.depth).expected, false), 0);
+  CHECK_EQ(results_beyond(c, cuda::sum_error(route_of(c), doubles::capability, c.sizes.depth).expected, false), 0);
 }
 
 inline bool contains(const std::string& text, const char* part) { return text.find(part) != std::string::npos; }

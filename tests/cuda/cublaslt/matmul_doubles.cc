@@ -6,8 +6,9 @@
 #include "../../../xla_ffi/cuda/errors.h"
 #include "../../../xla_ffi/cuda/matmul/layouts.h"
 #include "../../../xla_ffi/cuda/matmul/matmul_plan.h"
+#include "../../../xla_ffi/cuda/matmul/rebase.h"
 #include "../../../xla_ffi/cuda/weight_only/matmul_decode.h"
-#include "../../cpp/matmul_reference.h"
+#include "../../cpp/rebase_reference.h"
 
 // --- CUDA's runtime
 
@@ -76,6 +77,13 @@ cudaError_t launch(const DecodeProblem& p, cudaStream_t) {
 cudaError_t launch(const ScaleLayoutProblem& p, cudaStream_t) {
   std::memset(p.result, 0, gemm_scale_bytes(p.format, p.rows, p.columns));
   p.format.scaling == Scaling::kFloat32 ? lay_out_floats(p) : swizzle(p);
+  return cudaSuccess;
+}
+
+cudaError_t launch(const RebaseProblem& p, cudaStream_t) {
+  const reference::Rebased rebased(p.operand, p.rows);
+  std::copy(rebased.codes.begin(), rebased.codes.end(), p.codes);
+  std::copy(rebased.scales.begin(), rebased.scales.end(), p.scales);
   return cudaSuccess;
 }
 

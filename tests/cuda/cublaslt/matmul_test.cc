@@ -26,6 +26,7 @@ const std::pair<Format, Format> kPairs[] = {
     {float8_block(k4, false, true), float8_block(k4, true, true)},
     {float8_tensor(k4), float8_tensor(k5)},
     {float8_tensor(k4), float8_tensor(k4)},
+    {mx(k2), mx(k2)},
 };
 
 const Sizes kSizes[] = {{1, 4, 16, 32}, {2, 20, 144, 160}, {1, 132, 272, 288}};
@@ -96,7 +97,14 @@ TEST(routes) {
   CHECK(route(nvfp4(), nvfp4(), 17, 100) == Route::kNVFP4);
   CHECK(route(mx(k4), mx(k5), 64, 90) == Route::kDecoded);
   CHECK(route(mx(k4), mx(k5), 64, 120) == Route::kMX);
-  CHECK(route(mx(k2), mx(k2), 64, 100) == Route::kDecoded);
+  for (const Format& other : {mx(k2), mx(k2, true)}) {
+    CHECK(route(mx(k2), other, 64, 90) == Route::kRebased);
+    CHECK(route(other, mx(k2), 16, 90) == Route::kRebased);
+    CHECK(route(mx(k2), other, 66, 90) == Route::kDecoded);  // Python pads them
+    CHECK(route(mx(k2), other, 12, 90) == Route::kDecoded);
+    for (const int capability : {80, 89, 100, 120}) CHECK(route(mx(k2), other, 64, capability) == Route::kDecoded);
+  }
+  CHECK(route(mx(k4), mx(k2), 64, 90) == Route::kDecoded);
   CHECK(route(mx(k4), mx(k2), 64, 100) == Route::kDecoded);
   CHECK(route(float8_block(k4, false, true), float8_block(k4, true, true), 64, 90) == Route::kBlock128);
   CHECK(route(float8_block(k4, false, true), float8_block(k4, true, true), 64, 100) == Route::kDecoded);
@@ -154,6 +162,76 @@ TEST(float32_sums_keep_to_numerics_9_on_every_gpu) {
   }
 }
 
+// --- MXFP4 by MXFP4 on Hopper
+
+/// Scales are random bytes, of each operand so many from a least one on.
+struct RebasedCase : Case {
+  RebasedCase(const Format& b, Sizes sizes, int a_least, int b_least, int bytes)
+      : Case(mx(k2), b, sizes, ElementType::kF32, false) {
+    set_capability(90);
+    std::mt19937 random(static_cast<uint32_t>(sizes.depth));
+    const auto fill = [&](const Memory& memory, const Format& f, int64_t rows, int least) {
+      for (int64_t i = 0; i < sizes.batch * f.scales(rows, sizes.depth); ++i)
+        memory.data[i] = static_cast<uint8_t>(least + random() % bytes);
+    };
+    fill(a_scale, mx(k2), sizes.rows, a_least), fill(b_scale, b, sizes.columns, b_least);
+    CHECK(route_of(*this) == cuda::MatmulRoute::kRebased);
+  }
+};
+
+TEST(rebased_operands_are_the_decoded_ones_where_they_fit) {
+  for (const Format& b : {mx(k2), mx(k2, true)}) {
+    RebasedCase c(b, {1, 160, 48, 160}, 107, 120, 15);
+    std::memset(c.a_data.data, 0, 160 * 80);
+    for (int64_t i = 0; i < 160; ++i) c.a_data.data[i * 80 + i / 2] = static_cast<uint8_t>(i % 2 ? 0xD0 : 0x03);  // -3, 1.5
+    CHECK_EQ(c.run(), std::string());
+    const std::vector<uint8_t> rebased(c.result.data, c.result.data + 4 * 160 * 48);
+    c.p.float32_sums = true;
+    CHECK(route_of(c) == cuda::MatmulRoute::kDecoded);
+    CHECK_EQ(c.run(), std::string());
+    CHECK_EQ(std::memcmp(rebased.data(), c.result.data, rebased.size()), 0);
+  }
+}
+
+TEST(rebased_products_keep_to_their_bound) {
+  for (const Format& b : {mx(k2), mx(k2, true)})
+    for (const Sizes sizes : {Sizes{1, 20, 16, 32}, {2, 20, 48, 416}, {1, 132, 64, 1024}}) {
+      for (const auto& [a_least, b_least, bytes] : {std::tuple{120, 125, 15}, {107, 107, 41}, {1, 200, 41}, {213, 1, 41}}) {
+        const check::Given given("K " + std::to_string(sizes.depth) + ", scales from " + std::to_string(a_least));
+        RebasedCase c(b, sizes, a_least, b_least, bytes);
+        CHECK_EQ(c.run(), std::string());
+        check_result(c);
+      }
+    }
+}
+
+TEST(what_rebasing_loses_is_in_the_bound) {
+  RebasedCase c(mx(k2), {1, 16, 16, 128}, 127, 127, 1);
+  std::memset(c.a_data.data, 0x22, 16 * 64), std::memset(c.b_data.data, 0x22, 16 * 64);  // 1
+  for (int64_t i = 0; i < 16; ++i) {
+    c.a_scale.data[4 * i] = 147, c.a_scale.data[4 * i + 1] = 127 - 5;  // 2^25 apart
+    std::memset(c.b_data.data + 64 * i, 0, 16);                        // what the large block of a meets
+  }
+  CHECK_EQ(c.run(), std::string());
+  check_result(c);
+  c.p.float32_sums = true;  // by the bound without what elements lose
+  const double error = cuda::sum_error(cuda::MatmulRoute::kRebased, 90, 128).expected;
+  CHECK_EQ(results_beyond(c, error), 16 * 16);
+  CHECK_EQ(c.run(), std::string());
+  CHECK_EQ(results_beyond(c, contract(c), false), 0);
+}
+
+TEST(a_scale_that_is_nan_makes_its_rows_products_nan) {
+  RebasedCase c(mx(k2), {1, 20, 16, 160}, 120, 120, 6);
+  c.a_scale.data[3 * 5 + 4] = 255, c.b_scale.data[7 * 5 + 1] = 255;  // of rows 3 and 7
+  for (const bool float32_sums : {false, true}) {
+    c.p.float32_sums = float32_sums;
+    CHECK_EQ(c.run(), std::string());
+    for (int64_t i = 0; i < 20 * 16; ++i)
+      CHECK_EQ(std::isnan(reference::get(c.result.data, ElementType::kF32, i)), i / 16 == 3 || i % 16 == 7);
+  }
+}
+
 TEST(the_largest_error_of_fp8_sums_is_nearly_reached) {
   set_capability(90);
   Case c(float8_tensor(k4), float8_tensor(k4), {1, 1, 16, 128}, ElementType::kF32, false);
@@ -193,6 +271,8 @@ TEST(fp8_blocks_that_cublaslt_has_no_algorithm_for_are_decoded) {
     Case inexact(float8_block(k4, false, false), float8_block(k4, true, false), {1, 4, 16, 64}, ElementType::kBF16, false);
     CHECK(contains(inexact.run(), "(M 4, N 16, K 64): FP8 blocks whose scales are not powers of two cannot be decoded"));
     refuse_blocks_below(512, by_count);
+    Case rebased(mx(k2), mx(k2), {1, 16, 16, 160}, ElementType::kBF16, false);
+    CHECK(contains(rebased.run(), "(M 16, N 16, K 160): pass precision=\"highest\""));
     Case large(rows, tiles, {1, 4, 16, 256}, ElementType::kBF16, false);
     CHECK(contains(large.run(), "(M 4, N 16, K 256): pass precision=\"highest\""));
   }

@@ -62,6 +62,7 @@ def called_by_the_reference(target, results):
 PAIRS = [
     ((jlp.NVFP4(), jlp.NVFP4((16, 16))), 9.0),
     ((jlp.MXFP4((32, 32)), jlp.MXFP8()), 9.0),
+    ((jlp.MXFP4(), jlp.MXFP4((32, 32))), 9.0),
     ((jlp.Float8Block(), jlp.Float8Block(block=(128, 128))), 9.0),
     ((jlp.Float8Block(), jlp.Float8Block(block=(128, 128))), 10.0),
     ((jlp.Float8Tensor(), jlp.Float8Tensor()), 9.0),

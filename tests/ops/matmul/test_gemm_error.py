@@ -74,5 +74,7 @@ def test_other_routes_have_float32_sums():
     for capability in (89, 90):
         for fmt in (FP8, block, jlp.MXFP8(), jlp.NVFP4()):
             assert bounds(256, capability, True, (fmt, fmt)) == (contract, contract)
-    for fmt in (block, other):
+    for fmt in (block, other, jlp.MXFP4()):
         assert bounds(256, 90, False, (fmt, fmt)) == bounds(256) > (contract, contract)
+    assert bounds(256, 90, False, (jlp.MXFP4(), jlp.MXFP8())) == (contract, contract)
+    assert bounds(256, 90, True, (jlp.MXFP4(), jlp.MXFP4())) == (contract, contract)

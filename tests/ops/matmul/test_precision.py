@@ -68,7 +68,7 @@ class TestValues:
 
 
 class TestScaledMatmul:
-    FORMATS = (jlp.Float8Tensor(), jlp.Float8Block(), jlp.MXFP8(), jlp.NVFP4())
+    FORMATS = (jlp.Float8Tensor(), jlp.Float8Block(), jlp.MXFP8(), jlp.MXFP4(), jlp.NVFP4())
 
     @pytest.mark.parametrize("fmt", FORMATS, ids=str)
     @pytest.mark.parametrize("capability", [8.9, 9.0, 10.0])

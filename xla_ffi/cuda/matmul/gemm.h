@@ -55,6 +55,16 @@ struct Gemm {
 /// The workspace that cuBLASLt's fastest algorithms ask for on Hopper and later.
 constexpr int64_t kGemmWorkspace = int64_t{32} << 20;
 
+/// Whether rebase.h takes an operand: MXFP4 in whole blocks.
+inline bool rebase_supports(const MatmulOperand& operand) {
+  const Format& f = operand.format;
+  return f.code == CodeType::kE2M1 && f.scaling == Scaling::kE8M0 && operand.columns % f.block == 0;
+}
+/// Elements of a row of the result: whole blocks of 128, whatever cuBLASLt makes of others.
+inline int64_t rebased_width(int64_t columns) { return (columns + 127) / 128 * 128; }
+/// Bytes of the result's codes, and of the scales that lie behind them.
+inline int64_t rebased_bytes(int64_t rows, int64_t columns) { return rows * (rebased_width(columns) / 128) * (128 + 4); }
+
 /// Bytes of one matrix's scales in the layout of layouts.h.
 inline int64_t gemm_scale_bytes(const Format& format, int64_t rows, int64_t columns) {
   const auto divide_up = [](int64_t a, int64_t b) { return (a + b - 1) / b; };

@@ -15,6 +15,7 @@ enum class MatmulRoute : int32_t {
   kDecoded,   // both operands decoded to bfloat16, exactly (decode.h), and multiplied by bfloat16 tensor cores
   kTensor,    // FP8 tensor cores, the tensors' scales as one operand's
   kBlock128,  // FP8 tensor cores with float32 scales of 128 elements and 128x128
+  kRebased,   // the same with scales of 128 elements, which E8M0 scales of 32 become, and E2M1 codes FP8 codes (rebase.h)
   kMX,        // FP8 tensor cores with E8M0 scales of 32
   kNVFP4,     // FP4 tensor cores with E4M3 scales of 16
 };
@@ -35,10 +36,16 @@ constexpr int64_t kFp8Instruction = 16;
 /// Simulated for random operands: at most 2^-9.4, where all terms have one sign.
 constexpr double kFp8Expected = 1.0 / 512;
 
+/// What an element of kRebased is off by at most, relative to the largest scale of the blocks of its 128 that are not all
+/// zero; nothing if its own block's scale is at least 2^-14 of that one. With e for what elements are off by, and T the sum
+/// of
+/// (|a| + e_a) (|b| + e_b), a sum's error is at most SumError * T + T - (the sum of the terms' magnitudes).
+constexpr double kRebaseError = 1.0 / 65536;
+
 /// On GPUs of that compute capability (90 for 9.0).
 inline SumError sum_error(MatmulRoute route, int capability, int64_t depth) {
   const double contract = std::ldexp(static_cast<double>(depth), -24);  // numerics.md 9
-  const bool fp8 = route == MatmulRoute::kTensor || route == MatmulRoute::kBlock128;
+  const bool fp8 = route == MatmulRoute::kTensor || route == MatmulRoute::kBlock128 || route == MatmulRoute::kRebased;
   if (!fp8 || capability >= 100) return {contract, contract};
   // Each product is truncated once, each running sum at both ends of an instruction: by less than the last kept bit of
   // what is at most the sum of the magnitudes.

@@ -6,6 +6,7 @@
 #include "cublaslt.h"
 #include "layouts.h"
 #include "matmul_plan.h"
+#include "rebase.h"
 
 namespace jaxlowprec {
 namespace cuda {
@@ -39,10 +40,13 @@ MatmulProblem entry(const MatmulProblem& p, int64_t i) {
   return q;
 }
 
-/// An operand as cuBLASLt gets it; decoded, or its scales in order, in `memory`.
+/// An operand as cuBLASLt gets it; decoded, re-based, or its scales in order, in `memory`.
 GemmOperand gemm_operand(const MatmulOperand& from, int64_t rows, MatmulRoute route, const uint8_t* memory) {
+  const GemmScaling scaling = gemm_scaling(route, from.format);
   if (route == MatmulRoute::kDecoded) return {GemmType::kBF16, memory, rows, GemmScaling::kNone, nullptr};
-  return {*gemm_type(from.format.code), from.data, rows, gemm_scaling(route, from.format), memory};
+  if (route == MatmulRoute::kRebased)
+    return {GemmType::kE4M3, memory, rows, scaling, memory + rows * rebased_width(from.columns)};
+  return {*gemm_type(from.format.code), from.data, rows, scaling, memory};
 }
 
 /// Puts there what gemm_operand says is in `memory`.
@@ -50,6 +54,8 @@ cudaError_t convert(const MatmulOperand& from, int64_t rows, int64_t depth, Matm
                     cudaStream_t stream) {
   if (route == MatmulRoute::kDecoded)
     return launch(DecodeProblem{from, 1, rows, depth, decoded_width(depth), memory}, stream);
+  if (route == MatmulRoute::kRebased)
+    return launch(RebaseProblem{from, rows, memory, reinterpret_cast<float*>(memory + rows * rebased_width(depth))}, stream);
   if (gemm_scaling(route, from.format) == GemmScaling::kNone) return cudaSuccess;
   return launch(ScaleLayoutProblem{from.format, from.scale, 1, rows, depth, memory}, stream);
 }
@@ -67,7 +73,7 @@ struct Entry {
 
   Gemm gemm(MatmulRoute route) const {
     Gemm gemm{};
-    gemm.depth = route == MatmulRoute::kDecoded ? decoded_width(p.depth()) : p.depth();
+    gemm.depth = gemm_depth(route, p.depth());
     gemm.a = gemm_operand(p.a, p.rows, route, a()), gemm.b = gemm_operand(p.b, p.columns, route, b());
     gemm.result_type = p.type == ElementType::kF32 ? GemmType::kF32 : GemmType::kBF16;
     gemm.result = p.result, gemm.accumulate = p.accumulate, gemm.alpha_beta = alpha_beta;

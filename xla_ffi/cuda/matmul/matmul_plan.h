@@ -21,6 +21,7 @@ inline const char* route_name(MatmulRoute route) {
     case MatmulRoute::kDecoded: return "codes decoded to bfloat16, exactly";
     case MatmulRoute::kTensor: return "FP8 tensor cores";
     case MatmulRoute::kBlock128: return "FP8 tensor cores, scales of 128";
+    case MatmulRoute::kRebased: return "4-bit codes re-based to FP8 with scales of 128, FP8 tensor cores";
     case MatmulRoute::kMX: return "FP8 tensor cores, scales of 32";
     case MatmulRoute::kNVFP4: return "FP4 tensor cores";
   }
@@ -32,6 +33,9 @@ constexpr int64_t kSmallRows = 16;
 /// Below this K (one block) a GEMM of FP8 blocks keeps room to be decoded, at most 256 bytes per row: cuBLASLt's manual does
 /// not say whether there is a least K.
 constexpr int64_t kBlock128Depth = 128;
+/// With scales of 128 rows of `a` are a multiple of 4. Python pads them, to at least 16: few of cuBLASLt's algorithms have a
+/// narrower tile.
+constexpr int64_t kScaledRows = 4, kLeastScaledRows = 16;
 /// Blocks that matmul_decode.h splits K for, each of 128 columns of the result: two per multiprocessor of an H100.
 constexpr int64_t kSmallBlocks = 264;
 /// At least what it needs for partial sums: those of so many blocks, or, without splits, none.
@@ -57,6 +61,12 @@ inline bool decodes_exactly(const MatmulProblem& p) {
   return p.a.format.scaling != Scaling::kFloat32 || (p.a.format.power_of_two && p.b.format.power_of_two);
 }
 
+/// Whether the tensor cores of 9.0 may have two MXFP4 operands in scales of 128.
+inline bool rebases(const MatmulProblem& p) {
+  return rebase_supports(p.a) && rebase_supports(p.b) && p.rows >= kLeastScaledRows && p.rows % kScaledRows == 0 &&
+         p.columns % kScaledRows == 0;
+}
+
 /// `capability` is 90 for 9.0.
 inline MatmulRoute matmul_route(const MatmulProblem& p, int capability, std::string& problem) {
   const Format &a = p.a.format, &b = p.b.format;
@@ -66,6 +76,7 @@ inline MatmulRoute matmul_route(const MatmulProblem& p, int capability, std::str
       if (p.rows <= kSmallRows && !p.accumulate) return MatmulRoute::kSmall;  // bound by the weight's bytes
       return capability >= 100 && fast ? MatmulRoute::kNVFP4 : MatmulRoute::kDecoded;
     case Scaling::kE8M0:  // cuBLASLt multiplies neither MXFP4 nor MXFP8 by MXFP4
+      if (capability == 90 && fast && rebases(p)) return MatmulRoute::kRebased;
       return capability >= 100 && fast && !a.packed() && !b.packed() ? MatmulRoute::kMX : MatmulRoute::kDecoded;
     case Scaling::kTensor: return capability >= 89 && fast ? MatmulRoute::kTensor : MatmulRoute::kDecoded;
     case Scaling::kFloat16: problem = "Int4 is a format of weights"; return MatmulRoute::kNone;
@@ -87,6 +98,7 @@ inline MatmulRoute matmul_route(const MatmulProblem& p, int capability, std::str
 inline GemmScaling gemm_scaling(MatmulRoute route, const Format& format) {
   switch (route) {
     case MatmulRoute::kBlock128: return format.tiles ? GemmScaling::kFloat32x128x128 : GemmScaling::kFloat32x128;
+    case MatmulRoute::kRebased: return GemmScaling::kFloat32x128;
     case MatmulRoute::kMX: return GemmScaling::kE8M0x32;
     case MatmulRoute::kNVFP4: return GemmScaling::kE4M3x16;
     default: return GemmScaling::kNone;
@@ -95,6 +107,15 @@ inline GemmScaling gemm_scaling(MatmulRoute route, const Format& format) {
 
 /// Elements of a row of a decoded operand: rows of 16 bytes.
 inline int64_t decoded_width(int64_t depth) { return round_up(depth, 8); }
+
+/// The K that cuBLASLt gets.
+inline int64_t gemm_depth(MatmulRoute route, int64_t depth) {
+  switch (route) {
+    case MatmulRoute::kDecoded: return decoded_width(depth);
+    case MatmulRoute::kRebased: return rebased_width(depth);
+    default: return depth;
+  }
+}
 
 inline MatmulPlan plan_matmul(const MatmulProblem& p, int capability) {
   MatmulPlan plan;
@@ -113,6 +134,7 @@ inline MatmulPlan plan_matmul(const MatmulProblem& p, int capability) {
   const auto bytes = [&](const Format& format, int64_t rows) {
     const int64_t decoded = round_up(rows * decoded_row, MatmulPlan::kAlignment);
     if (plan.route == MatmulRoute::kDecoded) return decoded;
+    if (plan.route == MatmulRoute::kRebased) return round_up(rebased_bytes(rows, p.depth()), MatmulPlan::kAlignment);
     if (gemm_scaling(plan.route, format) == GemmScaling::kNone) return int64_t{0};
     const int64_t scales = round_up(gemm_scale_bytes(format, rows, p.depth()), MatmulPlan::kAlignment);
     return plan.may_decode ? std::max(decoded, scales) : scales;

@@ -229,7 +229,7 @@ static __global__ void __launch_bounds__(kNvfp4TileThreads, kNvfp4TileBlocks)
         packed_piece(shared.codes, pair, c, sixteen) = codes[c];
       }
     }
-    return [&a, &shared, at] {
+    return [&, at] {
       store_packed_columns<kThreads>(a, at, shared.codes);
       if (threadIdx.x >= kTile) return;
       const int64_t line = static_cast<int64_t>(at.batch) * a.columns + at.across * kTile + threadIdx.x;
