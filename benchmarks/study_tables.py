@@ -128,8 +128,8 @@ _COUNTED = (  # what is said of a kernel, the kernel to nearest, and the one tha
     ("Int4, `fake_quantize`", "int4_symmetric_rows<0, 0, 8, false>", None),
     ("NVFP4 decoded to bfloat16 before a GEMM", "decode_sixteens<E2M1>", None),
     ("MXFP8 decoded to bfloat16 before a GEMM", "decode_sixteens<E4M3>", None),
-    ("product of at most 8 rows by Int4, a weight of a lane", "weight_stream_kernel<1, 1, 4, 12>", None),
-    ("product of at most 8 rows by NVFP4, a weight of a lane", "weight_stream_kernel<0, 1, 4, 12>", None),
+    ("product of at most 8 rows by Int4, a weight of a lane", "weight_stream_kernel<1, false, 1, 4, 12>", None),
+    ("product of at most 8 rows by NVFP4, a weight of a lane", "weight_stream_kernel<0, false, 1, 4, 12>", None),
 )
 
 

@@ -49,7 +49,7 @@ COUNTED = (
     (r"quantize_nvfp4_tiles<.*>", (WHOLE_NVFP4_TILES,)),
     (r"decode_sixteens<.*>", (DECODED,)),
     (r"rebase_kernel", (DECODED,)),
-    (r"weight_stream_kernel<., 1, 4, 12>", (WEIGHTS,)),
+    (r"weight_stream_kernel<., (true|false), 1, 4, 12>", (WEIGHTS,)),
     (r"int4_symmetric_rows<([01]), \1, .*>", (SIXTEENS,)),
 )
 

@@ -128,8 +128,8 @@ MOST_INSTRUCTIONS = {
     "quantize_nvfp4_tiles<true, true>": 43.5,
     "decode_sixteens<.*>": 6.8,
     "rebase_kernel": 5.1,
-    "weight_stream_kernel<0, 1, 4, 12>": 3.8,
-    "weight_stream_kernel<1, 1, 4, 12>": 3.1,
+    "weight_stream_kernel<0, (true|false), 1, 4, 12>": 3.8,
+    "weight_stream_kernel<1, false, 1, 4, 12>": 3.1,
 }
 
 

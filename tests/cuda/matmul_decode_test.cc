@@ -320,6 +320,25 @@ TEST(weights_of_whole_units_take_one_launch) {
   tiles.tiles = true;
   check(tiles);
   check(int4_case(2, 16, 128 * 17, 32));  // rows of scales that are not whole pieces
+  for (const int64_t rows : {1, 8, 9, 17}) {
+    Case codes = nvfp4_case(rows, 48, 2176);
+    codes.x_codes = true, codes.poison = rows == 8;
+    check(codes);
+  }
+}
+
+TEST(codes_of_x_give_the_bytes_of_their_numbers) {
+  for (const int64_t rows : {3, 16}) {
+    Case c = nvfp4_case(rows, 32, 2304);
+    c.x_codes = true;
+    Operands o(c, 11);
+    const std::vector<uint8_t> by_codes = Device(o, 0.37f).run(c);
+    c.x_codes = false;
+    o.x.resize(rows * c.depth * 2);
+    for (int64_t i = 0; i < rows * c.depth; ++i)
+      reference::put(o.x.data(), ElementType::kBF16, i, static_cast<float>(o.a[i]));
+    CHECK(Device(o, 0.37f).run(c) == by_codes);
+  }
 }
 
 /// Blocks of 64, 32 and 16 weight rows, the last of which repeats rows of the one before.

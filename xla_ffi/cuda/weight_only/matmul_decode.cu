@@ -40,34 +40,39 @@ cudaError_t launch_weight(const MatmulDecodeArguments& a, bool whole, int64_t sp
 /// Blocks of so many weight rows, at least, that fill a GPU; else blocks are smaller.
 constexpr int64_t kStreamBlocks = 120;
 
-template <WeightType kWeight, int kColumnTiles, int kTiles, int kSlots>
+template <WeightType kWeight, bool kXCodes, int kColumnTiles, int kTiles, int kSlots>
 cudaError_t launch_stream(const WeightStreamArguments& a, cudaStream_t stream) {
   const Blocks blocks{divide_up(a.a.columns, 16 * kTiles), divide_up(a.a.rows, 16), 1, kStreamWarps * 32,
                       stream_shared<kTiles, kSlots>(a.layout, a.a.scale_shift)};
-  return launch_blocks(weight_stream_kernel<kWeight, kColumnTiles, kTiles, kSlots>, blocks, stream, a);
+  return launch_blocks(weight_stream_kernel<kWeight, kXCodes, kColumnTiles, kTiles, kSlots>, blocks, stream, a);
 }
 
 /// Launches one with so many rows of x a block, if its scales fit into the device's shared memory.
-template <WeightType kWeight, int kColumnTiles>
+template <WeightType kWeight, bool kXCodes, int kColumnTiles>
 cudaError_t launch_some_stream(const WeightStreamArguments& a, size_t most, bool& served, cudaStream_t stream) {
   const auto fits = [&](size_t bytes) { return bytes <= most; };
   const auto fills = [&](int64_t rows) { return a.a.columns >= kStreamBlocks * rows; };
   if constexpr (kColumnTiles == 1)  // for two there are too few registers
     if (!a.a.zero_point && fills(64) && fits(stream_shared<4, 12>(a.layout, a.a.scale_shift)))
-      return launch_stream<kWeight, kColumnTiles, 4, 12>(a, stream);
+      return launch_stream<kWeight, kXCodes, kColumnTiles, 4, 12>(a, stream);
   if (fills(32) && fits(stream_shared<2, 12>(a.layout, a.a.scale_shift)))
-    return launch_stream<kWeight, kColumnTiles, 2, 12>(a, stream);
-  if (fits(stream_shared<1, 12>(a.layout, a.a.scale_shift))) return launch_stream<kWeight, kColumnTiles, 1, 12>(a, stream);
-  if (fits(stream_shared<1, 4>(a.layout, a.a.scale_shift))) return launch_stream<kWeight, kColumnTiles, 1, 4>(a, stream);
+    return launch_stream<kWeight, kXCodes, kColumnTiles, 2, 12>(a, stream);
+  if (fits(stream_shared<1, 12>(a.layout, a.a.scale_shift)))
+    return launch_stream<kWeight, kXCodes, kColumnTiles, 1, 12>(a, stream);
+  if (fits(stream_shared<1, 4>(a.layout, a.a.scale_shift)))
+    return launch_stream<kWeight, kXCodes, kColumnTiles, 1, 4>(a, stream);
   served = false;
   return cudaSuccess;
 }
 
-/// Launches the kernel of weight_stream.cuh if it serves: a weight of whole units, whose scales fit into shared memory.
-template <WeightType kWeight>
-cudaError_t try_stream(const MatmulDecodeArguments& a, int32_t group, bool whole, bool& served, cudaStream_t stream) {
+/// Launches the kernel of weight_stream.cuh if it serves: a weight of whole units, whose scales fit into shared memory. `x`:
+/// codes, if it has any; they have no columns beyond the depth.
+template <WeightType kWeight, bool kXCodes>
+cudaError_t try_stream(const MatmulDecodeArguments& a, const MatmulOperand& x, int32_t group, bool whole, bool& served,
+                       cudaStream_t stream) {
   const uint32_t scale_bytes = a.groups * (kWeight == WeightType::kInt4 ? 2 : 1);
-  WeightStreamArguments s{a, stream_layout(scale_bytes, a.zero_point ? a.groups : 0, a.scale_shift), 0};
+  WeightStreamArguments s{a, stream_layout(scale_bytes, a.zero_point ? a.groups : 0, a.scale_shift), 0, x.scale,
+                          x.format.tiles ? 4 : 0};
   while (int64_t{32} << s.group_shift < group) ++s.group_shift;
   const bool even_groups = kWeight == WeightType::kNvfp4 || int64_t{32} << s.group_shift == group;
   served = whole && a.columns % 16 == 0 && a.depth % kChunk == 0 && a.depth <= kMaximumStreamDepth && even_groups &&
@@ -77,8 +82,8 @@ cudaError_t try_stream(const MatmulDecodeArguments& a, int32_t group, bool whole
   cudaError_t error = cudaGetDevice(&device);
   if (error == cudaSuccess) error = cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
   if (error != cudaSuccess) return error;
-  return a.rows <= 8 ? launch_some_stream<kWeight, 1>(s, static_cast<size_t>(most), served, stream)
-                     : launch_some_stream<kWeight, 2>(s, static_cast<size_t>(most), served, stream);
+  return a.rows <= 8 ? launch_some_stream<kWeight, kXCodes, 1>(s, static_cast<size_t>(most), served, stream)
+                     : launch_some_stream<kWeight, kXCodes, 2>(s, static_cast<size_t>(most), served, stream);
 }
 
 bool supported(const MatmulDecodeProblem& p) {
@@ -98,13 +103,6 @@ cudaError_t launch(const MatmulDecodeProblem& p, cudaStream_t stream) {
   if (p.rows * p.columns == 0) return cudaSuccess;
   if (!supported(p)) return cudaErrorInvalidValue;
   MatmulDecodeArguments a{};
-  a.x = static_cast<const uint16_t*>(p.x_bf16), a.x_stride = a.depth = static_cast<uint32_t>(p.depth);
-  if (p.x.data) {  // exact in bfloat16, zero beyond the depth
-    const int64_t width = decoded_width(p.depth);
-    const cudaError_t error = launch(DecodeProblem{p.x, 1, p.rows, p.depth, width, p.workspace}, stream);
-    if (error != cudaSuccess) return error;
-    a.x = static_cast<const uint16_t*>(p.workspace), a.x_stride = a.depth = static_cast<uint32_t>(width);
-  }
   const int64_t splits = splits_of(p.columns, p.depth), groups = divide_up(p.depth, p.w.group);
   a.groups = static_cast<uint32_t>(groups), a.row_bytes = static_cast<uint32_t>(groups * p.w.group / 2);
   if (p.w.group > 32) a.group_inverse = static_cast<uint32_t>(divide_up(int64_t{1} << 32, p.w.group / 32));
@@ -113,11 +111,27 @@ cudaError_t launch(const MatmulDecodeProblem& p, cudaStream_t stream) {
   a.alpha = p.alpha, a.rows = p.rows, a.columns = p.columns;
   a.chunks_per_split = static_cast<int32_t>(divide_up(divide_up(p.depth, kChunk * kAhead), splits) * kAhead);
   a.result = p.result, a.type = p.type;
-  if (splits > 1) a.partial = reinterpret_cast<float*>(static_cast<uint8_t*>(p.workspace) + decoded_x_bytes(p));
-  const bool whole = aligned(a.x, 16) && a.x_stride % 8 == 0 && aligned(a.data, 16) && a.row_bytes % 16 == 0;
+  const bool whole_weight = aligned(a.data, 16) && a.row_bytes % 16 == 0;
   bool served = false;
-  cudaError_t error = p.w.type == WeightType::kNvfp4 ? try_stream<WeightType::kNvfp4>(a, p.w.group, whole, served, stream)
-                                                     : try_stream<WeightType::kInt4>(a, p.w.group, whole, served, stream);
+  cudaError_t error = cudaSuccess;
+  a.x_stride = a.depth = static_cast<uint32_t>(p.depth);
+  if (p.x.data && p.w.type == WeightType::kNvfp4 && p.x.columns == p.depth) {
+    a.x = reinterpret_cast<const uint16_t*>(p.x.data);
+    const bool whole = whole_weight && aligned(p.x.data, 16) && aligned(p.x.scale, 2);
+    error = try_stream<WeightType::kNvfp4, true>(a, p.x, p.w.group, whole, served, stream);
+    if (served || error != cudaSuccess) return error;
+  }
+  a.x = static_cast<const uint16_t*>(p.x_bf16);
+  if (p.x.data) {  // exact in bfloat16, zero beyond the depth
+    const int64_t width = decoded_width(p.depth);
+    error = launch(DecodeProblem{p.x, 1, p.rows, p.depth, width, p.workspace}, stream);
+    if (error != cudaSuccess) return error;
+    a.x = static_cast<const uint16_t*>(p.workspace), a.x_stride = a.depth = static_cast<uint32_t>(width);
+  }
+  if (splits > 1) a.partial = reinterpret_cast<float*>(static_cast<uint8_t*>(p.workspace) + decoded_x_bytes(p));
+  const bool whole = whole_weight && aligned(a.x, 16) && a.x_stride % 8 == 0;
+  error = p.w.type == WeightType::kNvfp4 ? try_stream<WeightType::kNvfp4, false>(a, {}, p.w.group, whole, served, stream)
+                                         : try_stream<WeightType::kInt4, false>(a, {}, p.w.group, whole, served, stream);
   if (served || error != cudaSuccess) return error;
   error = p.w.type == WeightType::kNvfp4 ? launch_weight<WeightType::kNvfp4>(a, whole, splits, stream)
                                          : launch_weight<WeightType::kInt4>(a, whole, splits, stream);

@@ -8,6 +8,8 @@
 // beginning. The warps' sums meet where the codes were and are added in the order of the warps: of at most 2048 k each,
 // since tensor cores cut off what they add. So a row's bits depend on no other row, nor on kTiles and kSlots.
 //
+// x is bfloat16, or NVFP4 codes, which are decoded as the weight's.
+//
 // Bytes moved: a weight row's codes and scales once for every 16 rows of x; x once a block (from L2); the result once.
 // Launch: (weight rows / (16 * kTiles), M / 16) blocks of 16 warps, one a multiprocessor with 12 slots.
 #pragma once
@@ -35,9 +37,62 @@ inline StreamLayout stream_layout(uint32_t scale_bytes, uint32_t zero_bytes, int
 }
 
 struct WeightStreamArguments {
-  MatmulDecodeArguments a;
+  MatmulDecodeArguments a;  // its x are bfloat16 elements or NVFP4 codes, and x_stride counts either
   StreamLayout layout;
   int32_t group_shift;  // kInt4: log2 of the 32 k that share a scale
+  // Of codes of x:
+  const uint8_t* x_scale;
+  int32_t x_scale_shift;  // log2 of the rows that share a scale
+};
+
+// --- x: a lane's 32 k of a row and chunk
+
+template <bool kCodes>
+struct LaneX;
+
+/// bfloat16.
+template <>
+struct LaneX<false> {
+  static constexpr float kSumScale = 1.0f;
+  uint4 words[4];
+
+  JLP_DEVICE LaneX load(const WeightStreamArguments& given, int64_t row, uint32_t k) {
+    const uint16_t* from = given.a.x + (row * given.a.x_stride + k);
+    LaneX x;
+#pragma unroll
+    for (int j = 0; j < 4; ++j) x.words[j] = __ldg(reinterpret_cast<const uint4*>(from) + j);
+    return x;
+  }
+  __device__ __forceinline__ void pairs(uint4 (&to)[4]) const {
+#pragma unroll
+    for (int j = 0; j < 4; ++j) to[j] = pair_up(words[j]);
+  }
+};
+
+/// NVFP4 codes, and two scales: decoded as those of weights, but for their kSumScale.
+template <>
+struct LaneX<true> {
+  static constexpr float kSumScale = cuda::kSumScale<WeightType::kNvfp4>;
+  LaneCodes codes;
+
+  JLP_DEVICE LaneX load(const WeightStreamArguments& given, int64_t row, uint32_t k) {
+    const uint32_t stride = given.a.x_stride;
+    const uint8_t* from = reinterpret_cast<const uint8_t*>(given.a.x) + (row * (stride / 2) + k / 2);
+    const uint8_t* scale = given.x_scale + ((row >> given.x_scale_shift) * (stride / 16) + k / 16);
+    const uint4 v = __ldg(reinterpret_cast<const uint4*>(from));
+    return {{{v.x, v.y, v.z, v.w}, __ldg(reinterpret_cast<const uint16_t*>(scale)), 0}};
+  }
+  __device__ __forceinline__ void pairs(uint4 (&to)[4]) const {
+    const LaneFactors factors = factors_of<WeightType::kNvfp4>(codes);
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const auto pair = [&](auto i) {
+        return decode_pair<WeightType::kNvfp4, decltype(i)::value>(codes.words[j], factors.scale[j / 2], 0);
+      };
+      to[j] = make_uint4(pair(std::integral_constant<int, 0>{}), pair(std::integral_constant<int, 1>{}),
+                         pair(std::integral_constant<int, 2>{}), pair(std::integral_constant<int, 3>{}));
+    }
+  }
 };
 
 /// Bytes of shared memory of a block.
@@ -59,7 +114,7 @@ JLP_DEVICE void stage_rows(uint8_t* to, uint32_t pitch, const uint8_t* from, uin
   }
 }
 
-template <WeightType kWeight, int kColumnTiles, int kTiles, int kSlots>
+template <WeightType kWeight, bool kXCodes, int kColumnTiles, int kTiles, int kSlots>
 static __global__ void __launch_bounds__(kStreamWarps * 32, 1)
     weight_stream_kernel(const __grid_constant__ WeightStreamArguments given) {
   constexpr int kRows = 16 * kTiles, kSteps = kSlots / kTiles;
@@ -102,19 +157,14 @@ static __global__ void __launch_bounds__(kStreamWarps * 32, 1)
 #pragma unroll
   for (int slot = 0; slot < kSlots; ++slot) issue(slot / kTiles, slot);
 
-  // x: rows g and g + 8, the lane's 32 k of a chunk.
-  uint4 next[kColumnTiles][4];
-  const uint16_t* const block_x = a.x + first_x * a.x_stride;
-  const uint32_t lane_x = g * a.x_stride + warp * kChunk + 32 * t;
+  // x: rows g and g + 8; zeros, scales too, where there is none.
+  LaneX<kXCodes> next[kColumnTiles];
   const auto load_x = [&](uint32_t step) {
 #pragma unroll
     for (int c = 0; c < kColumnTiles; ++c)
-#pragma unroll
-      for (int j = 0; j < 4; ++j)
-        next[c][j] = step < steps && 8 * c + g < rows
-                         ? __ldg(reinterpret_cast<const uint4*>(
-                               block_x + (lane_x + 8 * c * a.x_stride + step * (kStreamWarps * kChunk) + 8 * j)))
-                         : make_uint4(0, 0, 0, 0);
+      next[c] = step < steps && 8 * c + g < rows
+                    ? LaneX<kXCodes>::load(given, first_x + 8 * c + g, (step * kStreamWarps + warp) * kChunk + 32 * t)
+                    : LaneX<kXCodes>{};
   };
   load_x(0);
 
@@ -128,9 +178,7 @@ static __global__ void __launch_bounds__(kStreamWarps * 32, 1)
   for (uint32_t step = 0; step < steps; ++step) {
     uint4 pairs[kColumnTiles][4];
 #pragma unroll
-    for (int c = 0; c < kColumnTiles; ++c)
-#pragma unroll
-      for (int j = 0; j < 4; ++j) pairs[c][j] = pair_up(next[c][j]);
+    for (int c = 0; c < kColumnTiles; ++c) next[c].pairs(pairs[c]);
     if constexpr (kColumnTiles == 1) load_x(step + 1);
     const uint32_t chunk = step * kStreamWarps + warp;
     const uint32_t group = kWeight == WeightType::kNvfp4 ? chunk * 8 + 2 * t : (chunk * 4 + t) >> given.group_shift;
@@ -172,7 +220,7 @@ static __global__ void __launch_bounds__(kStreamWarps * 32, 1)
     float sum = 0.0f;
 #pragma unroll
     for (int w = 0; w < kStreamWarps; ++w) sum += reinterpret_cast<const float*>(shared.codes[w])[m * kPitch + n];
-    sum *= kSumScale<kWeight>;
+    sum *= kSumScale<kWeight> * LaneX<kXCodes>::kSumScale;
     store_result(a.result, a.type, (first_x + m) * a.columns + first_row + n, a.alpha ? sum * *a.alpha : sum);
   }
 }
