@@ -130,6 +130,8 @@ _COUNTED = (  # what is said of a kernel, the kernel to nearest, and the one tha
     ("MXFP8 decoded to bfloat16 before a GEMM", "decode_sixteens<E4M3>", None),
     ("product of at most 8 rows by Int4, a weight of a lane", "weight_stream_kernel<1, false, 1, 4, 12>", None),
     ("product of at most 8 rows by NVFP4, a weight of a lane", "weight_stream_kernel<0, false, 1, 4, 12>", None),
+    ("the same, of rows in NVFP4 codes", "weight_stream_kernel<0, true, 1, 4, 12>", None),
+    ("MXFP4 re-based to FP8 before a GEMM", "rebase_kernel", None),
 )
 
 

@@ -38,8 +38,7 @@ constexpr double kFp8Expected = 1.0 / 512;
 
 /// What an element of kRebased is off by at most, relative to the largest scale of the blocks of its 128 that are not all
 /// zero; nothing if its own block's scale is at least 2^-14 of that one. With e for what elements are off by, and T the sum
-/// of
-/// (|a| + e_a) (|b| + e_b), a sum's error is at most SumError * T + T - (the sum of the terms' magnitudes).
+/// of (|a| + e_a) (|b| + e_b), a sum's error is at most SumError * T + T - (the sum of the terms' magnitudes).
 constexpr double kRebaseError = 1.0 / 65536;
 
 /// On GPUs of that compute capability (90 for 9.0).
