@@ -47,6 +47,7 @@ EVERYWHERE = {
     "FP8 block GEMM, a large result": 1.25,
     "NVFP4 GEMM": 0.945,
     "MXFP8 GEMM": 0.93,
+    "MXFP4 GEMM": 1.45,
     "FP8 block step": 1.25,
     "MXFP8 step": 0.93,
     "NVFP4 step": 0.89,
@@ -263,6 +264,7 @@ def gemms(target: dict[str, float]) -> Iterator[Row]:
         yield gemm("gemms", "scaled_matmul FP8 block", target[f"FP8 block GEMM{large}"], sizes, block)
     yield gemm("gemms", "scaled_matmul NVFP4", target["NVFP4 GEMM"], CUBE, (jlp.NVFP4(), jlp.NVFP4((16, 16))))
     yield gemm("gemms", "scaled_matmul MXFP8", target["MXFP8 GEMM"], CUBE, (jlp.MXFP8(), jlp.MXFP8()))
+    yield gemm("gemms", "scaled_matmul MXFP4", target["MXFP4 GEMM"], CUBE, (jlp.MXFP4(), jlp.MXFP4()))
     yield gemm("gemms", "scaled_matmul FP8 tensor", None, CUBE, (jlp.Float8Tensor(), jlp.Float8Tensor()))
 
 
