@@ -76,6 +76,21 @@ TEST(quantize_whole_tiles_to_nvfp4) { quantize_whole_tiles_agrees_with_the_refer
 TEST(quantize_whole_tiles_to_nvfp4_stochastically) { quantize_whole_tiles_agrees_with_the_reference(kNvfp4, true); }
 TEST(quantize_whole_tiles_to_other_formats) { quantize_whole_tiles_agrees_with_the_reference(kOtherFormats, false); }
 
+/// Rows that take a tile's whole width, half of it, or less: what a warp does next is beside or below.
+TEST(quantize_long_rows_agrees_with_the_reference) {
+  std::mt19937 random(11);
+  const Numbers* const numbers[2] = {&kNumbers[0], &kNumbers[2]};
+  for (const NamedFormat& format : {kNvfp4[0], kOtherFormats[0], kOtherFormats[11]})
+    for (const Shape shape : {Shape{5, 2300}, {3, 4200}, {4, 8192}, {2, 9000}})
+      for (const bool stochastic : {false, true}) {
+        const check::Given given(name(shape) + " " + format.name + (stochastic ? " stochastic" : ""));
+        const int64_t size = shape.rows * shape.columns;
+        const Buffer x(2 * size * 2);
+        for (int64_t b = 0; b < 2; ++b) fill_elements(x.as(), ElementType::kBF16, b * size, size, numbers[b]->data, random);
+        check_quantize(x, 0, shape, ElementType::kBF16, format, kModes[0], stochastic, numbers, random);
+      }
+}
+
 /// The bytes that the headers of quantize_rows.cuh and quantize_tiles.cuh say are read and written.
 TEST(quantize_reads_the_elements_once_and_writes_the_results_once) {
   std::mt19937 random(3);
