@@ -35,6 +35,7 @@ struct Format {
   bool power_of_two;                            // of kFloat32 and kTensor
   float amax_epsilon;                           // of kFloat32 and kTensor
   ElementType scale_type = ElementType::kBF16;  // of kFloat16
+  bool column_major = false;                    // on GPUs, of kFloat32 in 1 x block: scales lie as [blocks, rows]
 
   /// Whether a block takes the best of several scales.
   bool chooses_scales() const {

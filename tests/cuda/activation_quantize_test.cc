@@ -17,12 +17,13 @@ using reference::kAnyData;
 struct DeviceCodes {
   const QuantizeCase& c;
   int64_t misalignment;
+  bool column_major;
   DeviceBytes key{c.key, 0, "key"};
-  DeviceDirection rowwise{c.rowwise, misalignment}, columnwise{c.columnwise, misalignment};
+  DeviceDirection rowwise{c.rowwise, misalignment, column_major}, columnwise{c.columnwise, misalignment, column_major};
 
   QuantizeProblem problem(bool stochastic) const {
     QuantizeProblem p = c.problem;
-    p.x = nullptr;
+    p.x = nullptr, p.format.column_major = column_major;
     p.rowwise = rowwise.problem(stochastic ? &key : nullptr, 0);
     p.columnwise = columnwise.problem(stochastic ? &key : nullptr, 1);
     return p;
@@ -54,7 +55,9 @@ void check_quantized_activation(const Given& given, std::mt19937& random) {
   };
   const QuantizeCase of_y = quantized(a.y, given.stochastic), of_dx = quantized(a.dx, false),
                      of_dup = quantized(a.dup, false);
-  const DeviceCodes y{of_y, given.misalignment}, dx{of_dx, given.misalignment}, dup{of_dup, given.misalignment};
+  const bool column_major = is_column_major(given.format.format, random);
+  const auto in_device = [&](const QuantizeCase& of) { return DeviceCodes{of, given.misalignment, column_major}; };
+  const DeviceCodes y = in_device(of_y), dx = in_device(of_dx), dup = in_device(of_dup);
   const DeviceBytes x(a.x, given.misalignment, "x"), up(a.up, given.misalignment, "up"), dy(a.dy, given.misalignment, "dy");
   const void* const gate = c.gated ? up.as() : nullptr;
   const int64_t size = c.size / 2;

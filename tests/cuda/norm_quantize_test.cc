@@ -18,10 +18,11 @@ void check_quantized_norm(const Norms& n, int64_t misalignment, const NamedForma
   const QuantizeCase q(n.y, {c.rows, c.columns}, c.type, format, mode, stochastic, numbers, random);
   const DeviceNorm arrays{n, misalignment};
   const DeviceBytes key(q.key, 0, "key");
-  const DeviceDirection rowwise(q.rowwise, misalignment), columnwise(q.columnwise, misalignment);
+  const bool column_major = is_column_major(format.format, random);
+  const DeviceDirection rowwise(q.rowwise, misalignment, column_major), columnwise(q.columnwise, misalignment, column_major);
   NormQuantizeProblem p{};
   static_cast<NormProblem&>(p) = arrays.problem();
-  p.result = nullptr, p.quantize = q.problem, p.quantize.x = nullptr;
+  p.result = nullptr, p.quantize = q.problem, p.quantize.x = nullptr, p.quantize.format.column_major = column_major;
   p.quantize.rowwise = rowwise.problem(stochastic ? &key : nullptr, 0);
   p.quantize.columnwise = columnwise.problem(stochastic ? &key : nullptr, 1);
   vary_order(random);

@@ -16,7 +16,9 @@ void check_quantize(const Buffer& x, int64_t misalignment, Shape shape, ElementT
   QuantizeProblem& p = c.problem;
 
   const DeviceBytes elements(x, misalignment, "x"), device_key(c.key, 0, "key");
-  const DeviceDirection device_rowwise(c.rowwise, misalignment), device_columnwise(c.columnwise, misalignment);
+  p.format.column_major = is_column_major(p.format, random);
+  const DeviceDirection device_rowwise(c.rowwise, misalignment, p.format.column_major);
+  const DeviceDirection device_columnwise(c.columnwise, misalignment, p.format.column_major);
   p.x = elements.as();
   p.rowwise = device_rowwise.problem(stochastic ? &device_key : nullptr, format.stream(false));
   p.columnwise = device_columnwise.problem(stochastic ? &device_key : nullptr, format.stream(true));
@@ -89,6 +91,32 @@ TEST(quantize_long_rows_agrees_with_the_reference) {
         for (int64_t b = 0; b < 2; ++b) fill_elements(x.as(), ElementType::kBF16, b * size, size, numbers[b]->data, random);
         check_quantize(x, 0, shape, ElementType::kBF16, format, kModes[0], stochastic, numbers, random);
       }
+}
+
+/// Scales of one matrix, as Hopper's GEMM reads them: those of the other order, transposed.
+TEST(scales_of_rows_column_by_column) {
+  std::mt19937 random(9);
+  for (const Format& format : {kOtherFormats[10].format, kOtherFormats[11].format})
+    for (const Shape shape : {Shape{1, 128}, {4, 640}, {300, 384}, {37, 8192}, {130, 300}}) {
+      const check::Given given(name(shape));
+      const int64_t size = shape.rows * shape.columns, blocks = format.blocks(shape.columns);
+      const Buffer x(2 * size);
+      fill_elements(x.as(), ElementType::kBF16, 0, size, Data::kWide, random);
+      const DeviceBytes elements(x, 0, "x"), data(size, 0, "data");
+      QuantizeProblem p{elements.as(), ElementType::kBF16, 1, shape.rows, shape.columns, format};
+      const auto scales = [&](bool column_major) {
+        DeviceBytes scale(4 * shape.rows * blocks, 0, "scale");
+        p.format.column_major = column_major, p.rowwise.data = data.as(), p.rowwise.scale = scale.as();
+        CHECK_EQ(cuda::launch(p, nullptr), cudaSuccess);
+        CHECK_EQ(scale.unwritten(), 0);
+        return std::vector<uint32_t>(scale.as<uint32_t>(), scale.as<uint32_t>() + shape.rows * blocks);
+      };
+      const auto by_rows = scales(false), by_columns = scales(true);
+      int64_t differing = 0;
+      for (int64_t i = 0; i < shape.rows; ++i)
+        for (int64_t j = 0; j < blocks; ++j) differing += by_rows[i * blocks + j] != by_columns[j * shape.rows + i];
+      CHECK_EQ(differing, 0);
+    }
 }
 
 /// The bytes that the headers of quantize_rows.cuh and quantize_tiles.cuh say are read and written.

@@ -118,19 +118,17 @@ class TestRoutes:
             assert self.workspace(jlp.MXFP8(), jlp.MXFP4(), capability) == decoded(self.M, self.K, self.N)
 
     def test_fp8_blocks(self):
+        """On Hopper scales are multiplied where they lie, but for those of tiles that are padded to fours."""
         one, two = jlp.Float8Block(), jlp.Float8Block(block=(128, 128))
-        blocks = self.K // 128
-        rows, tiles = [up(4 * r * blocks, 256) for r in (self.M, self.N)], up(4 * blocks, 256)
-        assert self.workspace(one, one, 9.0) == sum(rows)
-        assert self.workspace(one, two, 9.0) == rows[0] + tiles
-        assert self.workspace(two, one, 9.0) == tiles + rows[1]
+        assert self.workspace(one, one, 9.0) == self.workspace(one, two, 9.0) == self.workspace(two, one, 9.0) == 0
+        assert workspace_of(matmul_call(one, two, self.M, 640, self.N, 9.0)) == up(4 * 8, 256)
         assert self.workspace(one, two, 8.0) == decoded(self.M, self.K, self.N)
         assert self.workspace(one, two, 10.0) == swizzled(self.M, self.K, self.N, 32)
 
     @pytest.mark.parametrize("k", [32, 96])
     def test_small_fp8_blocks_have_room_to_be_decoded(self, k):
         """On Hopper, where cuBLASLt may have no algorithm for them. Other scales are not exact in bfloat16."""
-        for power, expected in ((True, decoded(self.M, k, self.N)), (False, up(4 * self.M, 256) + up(4 * self.N, 256))):
+        for power, expected in ((True, decoded(self.M, k, self.N)), (False, 0)):
             fmt = jlp.Float8Block(power_of_two=power)
             assert workspace_of(matmul_call(fmt, fmt, self.M, k, self.N, 9.0)) == expected
 

@@ -8,10 +8,9 @@ namespace jaxlowprec {
 namespace {
 
 /// How a result is quantised, as attributes describe it; nothing if its format has a tensor scale.
-std::optional<QuantizeProblem> quantization(const ffi::AnyBuffer& x, const ffi::Dictionary& format_attributes,
+std::optional<QuantizeProblem> quantization(const ffi::AnyBuffer& x, const std::optional<Format>& format,
                                             bool rotate_columns, bool encode_scale_given, int32_t sign_mask) {
   const auto type = element_type(x.element_type());
-  const auto format = decode_format(format_attributes);
   const Matrices m(x);
   if (!type.has_value() || !format.has_value() || m.rows == 0 || m.columns == 0) return std::nullopt;
   if (format->scaling != Scaling::kE8M0 && format->scaling != Scaling::kFloat32) return std::nullopt;
@@ -28,7 +27,7 @@ ffi::Error activation_quantize(Engine engine, ffi::AnyBuffer x, ffi::RemainingAr
                                std::string_view kind, bool gated, ffi::Dictionary format, bool rowwise, bool columnwise,
                                bool rotate_columns, bool stochastic, bool encode_scale_given, int32_t sign_mask) {
   const auto rule = activation_kind(kind);
-  const auto q = quantization(x, format, rotate_columns, encode_scale_given, sign_mask);
+  const auto q = quantization(x, decode_format(format, kOnGpu<Engine>), rotate_columns, encode_scale_given, sign_mask);
   JLP_REQUIRE(rule.has_value() && q.has_value());
   ActivationQuantizeProblem p{};
   p.x = x.untyped_data(), p.up = gated ? like(args, 0, x) : nullptr, p.kind = *rule;
@@ -46,7 +45,7 @@ ffi::Error activation_gradient_quantize(Engine engine, ffi::AnyBuffer dy, ffi::A
                                         ffi::Dictionary format, bool rowwise, bool columnwise, bool rotate_columns,
                                         bool stochastic, bool encode_scale_given, int32_t sign_mask) {
   const auto rule = activation_kind(kind);
-  const auto q = quantization(x, format, rotate_columns, encode_scale_given, sign_mask);
+  const auto q = quantization(x, decode_format(format, kOnGpu<Engine>), rotate_columns, encode_scale_given, sign_mask);
   JLP_REQUIRE(rule.has_value() && q.has_value() && !stochastic && alike(dy, x));
   ActivationGradientQuantizeProblem p{};
   p.dy = dy.untyped_data(), p.x = x.untyped_data(), p.up = gated ? like(args, 0, x) : nullptr, p.kind = *rule;

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstring>
+#include <type_traits>
 
 #include "../cpu/run.h"
 #include "buffers.h"
@@ -14,6 +15,9 @@
 #endif
 
 namespace jaxlowprec {
+
+template <class Engine>
+constexpr bool kOnGpu = !std::is_same_v<Engine, ffi::ThreadPool>;
 
 // --- the CPU
 

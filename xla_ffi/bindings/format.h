@@ -65,8 +65,9 @@ inline std::optional<Format> make_format(std::string_view code_name, std::string
   return Format{*code, *scaling, block, tiles, *rule, power_of_two, amax_epsilon};
 }
 
-/// The format, or nothing where the dictionary lacks an entry or has one this build does not know.
-inline std::optional<Format> decode_format(const ffi::Dictionary& attributes) {
+/// The format, or nothing where the dictionary lacks an entry or has one this build does not know. `may_be_column_major`:
+/// the call's kernels know scales in either order.
+inline std::optional<Format> decode_format(const ffi::Dictionary& attributes, bool may_be_column_major = false) {
   const auto code_name = attributes.get<std::string_view>("element");
   const auto scaling_name = attributes.get<std::string_view>("scaling");
   const auto rule_name = attributes.get<std::string_view>("scale_rule");
@@ -74,7 +75,11 @@ inline std::optional<Format> decode_format(const ffi::Dictionary& attributes) {
   const auto tiles = attributes.get<bool>("tiles"), power_of_two = attributes.get<bool>("power_of_two");
   const auto amax_epsilon = attributes.get<float>("amax_epsilon");
   if (!code_name || !scaling_name || !rule_name || !block || !tiles || !power_of_two || !amax_epsilon) return std::nullopt;
-  return make_format(*code_name, *scaling_name, *rule_name, *block, *tiles, *power_of_two, *amax_epsilon);
+  auto format = make_format(*code_name, *scaling_name, *rule_name, *block, *tiles, *power_of_two, *amax_epsilon);
+  if (!format || !attributes.contains("column_major")) return format;
+  if (!may_be_column_major || format->scaling != Scaling::kFloat32 || format->tiles) return std::nullopt;
+  format->column_major = true;
+  return format;
 }
 
 }  // namespace jaxlowprec

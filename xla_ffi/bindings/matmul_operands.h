@@ -6,12 +6,12 @@
 
 namespace jaxlowprec {
 
-/// Fills in the problem but for its epilogue.
+/// Fills in the problem but for its epilogue. `on_gpu`: scales may lie column by column.
 inline ffi::Error decode_matmul(MatmulProblem& p, const ffi::AnyBuffer& a_data, const ffi::AnyBuffer& a_scale,
                                 const ffi::AnyBuffer& b_data, const ffi::AnyBuffer& b_scale, ffi::AnyBuffer& result,
-                                const ffi::Dictionary& a_attributes, const ffi::Dictionary& b_attributes) {
+                                const ffi::Dictionary& a_attributes, const ffi::Dictionary& b_attributes, bool on_gpu) {
   const auto type = element_type(result.element_type());
-  const auto a_format = decode_format(a_attributes), b_format = decode_format(b_attributes);
+  const auto a_format = decode_format(a_attributes, on_gpu), b_format = decode_format(b_attributes, on_gpu);
   JLP_REQUIRE(type.has_value() && a_format.has_value() && b_format.has_value());
   const Matrices a(a_data), b(b_data), y(result);
   const auto operand = [](const ffi::AnyBuffer& data, const ffi::AnyBuffer& scale, const Format& format, int64_t columns) {

@@ -29,11 +29,12 @@ nb::capsule handler(XLA_FFI_Error* (*function)(XLA_FFI_CallFrame*)) {
 jaxlowprec::Format format(const nb::dict& attributes) {
   const auto field = [&](const char* name) { return nb::object(attributes[name]); };
   const auto text = [&](const char* name) { return nb::cast<std::string>(field(name)); };
-  const auto found = jaxlowprec::make_format(text("element"), text("scaling"), text("scale_rule"),
-                                             nb::cast<int32_t>(nb::int_(field("block"))), nb::cast<bool>(field("tiles")),
-                                             nb::cast<bool>(field("power_of_two")),
-                                             static_cast<float>(nb::cast<double>(nb::float_(field("amax_epsilon")))));
+  auto found = jaxlowprec::make_format(text("element"), text("scaling"), text("scale_rule"),
+                                       nb::cast<int32_t>(nb::int_(field("block"))), nb::cast<bool>(field("tiles")),
+                                       nb::cast<bool>(field("power_of_two")),
+                                       static_cast<float>(nb::cast<double>(nb::float_(field("amax_epsilon")))));
   if (!found) throw nb::value_error("no such format");
+  found->column_major = attributes.contains("column_major");
   return *found;
 }
 

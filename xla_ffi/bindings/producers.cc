@@ -139,7 +139,7 @@ ffi::Error norm_quantize(Engine engine, ffi::AnyBuffer x, ffi::RemainingArgs arg
                          bool residual, bool beta, float epsilon, ffi::Dictionary format_attributes, bool rowwise,
                          bool columnwise, bool rotate_columns, bool stochastic, bool encode_scale_given, int32_t sign_mask) {
   const NormOperands given{layer, residual, beta, epsilon};
-  const auto format = decode_format(format_attributes);
+  const auto format = decode_format(format_attributes, kOnGpu<Engine>);
   NormQuantizeProblem p{};
   JLP_REQUIRE(given.read(x, args, results, p) && format.has_value() && p.rows > 0 && p.columns > 0);
   JLP_REQUIRE(format->scaling == Scaling::kE8M0 || format->scaling == Scaling::kFloat32);

@@ -10,7 +10,7 @@ ffi::Error quantize(Engine engine, ffi::AnyBuffer x, ffi::RemainingArgs args, ff
                     ffi::Dictionary format_attributes, bool rowwise, bool columnwise, bool rotate_columns, bool stochastic,
                     bool encode_scale_given, int32_t sign_mask, bool eden) {
   const auto type = element_type(x.element_type());
-  const auto format = decode_format(format_attributes);
+  const auto format = decode_format(format_attributes, kOnGpu<Engine>);
   JLP_REQUIRE(type.has_value() && format.has_value());
   const Matrices m(x);
   QuantizeProblem p{};

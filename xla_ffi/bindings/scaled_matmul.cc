@@ -14,7 +14,8 @@ ffi::Error scaled_matmul(ffi::ThreadPool pool, ffi::AnyBuffer a_data, ffi::AnyBu
                          ffi::RemainingRets results, ffi::Dictionary a_attributes, ffi::Dictionary b_attributes,
                          std::string_view activation, bool bias, bool accumulate) {
   MatmulProblem p;
-  if (auto error = decode_matmul(p, a_data, a_scale, b_data, b_scale, *result, a_attributes, b_attributes); error.failure())
+  if (auto error = decode_matmul(p, a_data, a_scale, b_data, b_scale, *result, a_attributes, b_attributes, false);
+      error.failure())
     return error;
   size_t next = 0;
   if (p.a.format.scaling == Scaling::kTwoLevel) {

@@ -18,10 +18,12 @@ ffi::Error with_matmul(const Use& use, ffi::AnyBuffer a_data, ffi::AnyBuffer a_s
                        ffi::Result<ffi::AnyBuffer> workspace, ffi::Dictionary a_attributes, ffi::Dictionary b_attributes,
                        bool accumulate, bool float32_sums) {
   MatmulProblem p;
-  if (auto error = decode_matmul(p, a_data, a_scale, b_data, b_scale, *result, a_attributes, b_attributes); error.failure())
+  if (auto error = decode_matmul(p, a_data, a_scale, b_data, b_scale, *result, a_attributes, b_attributes, true);
+      error.failure())
     return error;
   p.float32_sums = float32_sums;
   JLP_REQUIRE(p.type != ElementType::kF16);  // cuBLASLt has none of bfloat16 operands
+  JLP_REQUIRE((!p.a.format.column_major || p.rows % 4 == 0) && (!p.b.format.column_major || p.columns % 4 == 0));
   const bool tensor = p.a.format.scaling == Scaling::kTwoLevel || p.a.format.scaling == Scaling::kTensor;
   JLP_REQUIRE(args.size() == static_cast<size_t>(tensor + accumulate));
   if (result->element_count() == 0) return ffi::Error::Success();

@@ -12,6 +12,7 @@ import jax
 
 from jaxlowprec import wiring
 from jaxlowprec.arrays.quantized_array import QuantizedArray
+from jaxlowprec.ops import scale_order
 from jaxlowprec.ops.activations import reference
 from jaxlowprec.ops.activations.reference import RULES
 from jaxlowprec.ops.implementation import Implementation, choose
@@ -145,16 +146,20 @@ def _define(
         made = make(*args[:operands])
         return [array for y in made for array in quantize.reference_call(of_matrix, y, *args[operands:])]
 
-    def run_native(x, *rest):
+    def run_native(x, *rest, column_major=False):
         found = [jax.ShapeDtypeStruct(*result) for result in quantize.shapes(of_matrix, x)] * results
-        attributes = {"kind": RULES[kind].name, "gated": RULES[kind].gated, **quantized.attributes}
-        return jax.ffi.ffi_call(name, found)(x, *rest, **attributes)
+        layouts = scale_order.layouts(found, column_major)
+        attributes = {"kind": RULES[kind].name, "gated": RULES[kind].gated, **quantized.attributes(column_major)}
+        return jax.ffi.ffi_call(name, found, output_layouts=layouts)(x, *rest, **attributes)
+
+    def run_on_gpu(*args):
+        return run_native(*args, column_major=scale_order.is_column_major(quantized.format))
 
     return wiring.define(
         name,
         rule=rule.of_op([rows] * operands, rule.results * (results - 1)),
         outputs=lambda x, *_: quantize.shapes(quantized, x) * results,
         reference=on_matrices(run_reference),
-        native=on_matrices(run_native),
+        native={"cpu": on_matrices(run_native), "cuda": on_matrices(run_on_gpu)},
         **choose("activation", implementation),
     )

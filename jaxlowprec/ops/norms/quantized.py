@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from jaxlowprec import wiring
 from jaxlowprec.arrays.quantized_array import QuantizedArray
+from jaxlowprec.ops import scale_order
 from jaxlowprec.ops.implementation import choose
 from jaxlowprec.ops.norms import op as norm
 from jaxlowprec.ops.norms.op import NormSpec
@@ -116,11 +117,16 @@ def norm_quantize_op(spec: NormSpec, quantized: QuantizeSpec):
         y, *others = norm.reference_call(spec, *args[:operands])
         return [*others, *quantize.reference_call(quantized, y, *args[operands:])]
 
-    def run_native(x, *rest):
+    def run_native(x, *rest, column_major=False):
         shapes = norm.shapes(spec, x)[1:] + quantize.shapes(dataclasses.replace(quantized, rows_split=False), x)
         results = [jax.ShapeDtypeStruct(*result) for result in shapes]
-        attributes = {**spec.attributes, **spec.parameters, **quantized.attributes}
-        return jax.ffi.ffi_call("jaxlowprec_norm_quantize", results)(x, *rest, **attributes)
+        total, saved, codes = _parts(spec, results)
+        layouts = [*[None] * len([*total, *saved]), *scale_order.layouts(codes, column_major)]
+        attributes = {**spec.attributes, **spec.parameters, **quantized.attributes(column_major)}
+        return jax.ffi.ffi_call("jaxlowprec_norm_quantize", results, output_layouts=layouts)(x, *rest, **attributes)
+
+    def run_on_gpu(*args):
+        return run_native(*args, column_major=scale_order.is_column_major(quantized.format))
 
     return wiring.define(
         f"jaxlowprec_{spec.kind}_norm_quantize",
@@ -129,7 +135,7 @@ def norm_quantize_op(spec: NormSpec, quantized: QuantizeSpec):
         ),
         outputs=outputs,
         reference=on_matrix(run_reference),
-        native=on_matrix(run_native),
+        native={"cpu": on_matrix(run_native), "cuda": on_matrix(run_on_gpu)},
         **choose("norm", spec.implementation),
     )
 

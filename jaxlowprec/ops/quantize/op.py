@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -16,6 +16,7 @@ from jaxlowprec import wiring
 from jaxlowprec.arrays.formats import BLOCK, Format
 from jaxlowprec.arrays.hadamard import Hadamard
 from jaxlowprec.arrays.quantized_array import arrays_of_lines
+from jaxlowprec.ops import scale_order
 from jaxlowprec.ops.hadamard.reference import rotate_padded
 from jaxlowprec.ops.implementation import Implementation, choose
 from jaxlowprec.ops.quantize import reference
@@ -55,11 +56,10 @@ class QuantizeSpec:
         """The number of wanted directions."""
         return self.rowwise + self.columnwise
 
-    @property
-    def attributes(self) -> dict[str, Any]:
-        """For a native call."""
+    def attributes(self, column_major: bool = False) -> dict[str, Any]:
+        """For a native call. `column_major`: it writes scales in that order."""
         return {
-            "format": self.format.attributes,
+            "format": scale_order.attributes(self.format, column_major),
             "rowwise": self.rowwise,
             "columnwise": self.columnwise,
             "rotate_columns": self.hadamard is not None,
@@ -159,15 +159,18 @@ def quantize_op(spec: QuantizeSpec, implementation: Implementation):
     def on_matrix(body):
         return lambda x, *operands: in_parts(spec, x, body(*merged(spec, x, *operands)))
 
-    run_reference, run_native = (functools.partial(body, spec) for body in (reference_call, native_call))
+    def run_on_gpu(*operands):
+        return native_call(spec, *operands, column_major=scale_order.is_column_major(spec.format))
+
+    bodies: list[Callable] = [functools.partial(reference_call, spec), functools.partial(native_call, spec), run_on_gpu]
     if spec.rows_split:
-        run_reference, run_native = on_matrix(run_reference), on_matrix(run_native)
+        bodies = [on_matrix(body) for body in bodies]
     return wiring.define(
         "jaxlowprec_quantize",
         rule=rule.of_op([f"{rule.lines} {rule.columns}"], []),
         outputs=lambda x, *_: shapes(spec, x),
-        reference=run_reference,
-        native=run_native,
+        reference=bodies[0],
+        native={"cpu": bodies[1], "cuda": bodies[2]},
         **choose("quantize", implementation),
     )
 
@@ -185,15 +188,20 @@ def shapes(spec: QuantizeSpec, x: Any) -> list[tuple[tuple[int, ...], Any]]:
 
 
 def native_call(
-    spec: QuantizeSpec, x: jax.Array, *operands: jax.Array, vmap_method: str | None = None
+    spec: QuantizeSpec,
+    x: jax.Array,
+    *operands: jax.Array,
+    column_major: bool = False,
+    vmap_method: str | None = None,
 ) -> Sequence[Any]:
     """Calls the kernel on the op's operands. Indices of lines and sixteens may have x's batch axes.
 
-    `vmap_method`: of `jax.ffi.ffi_call`.
+    `column_major`: scales are written in that order. `vmap_method`: of `jax.ffi.ffi_call`.
     """
     results = [jax.ShapeDtypeStruct(*result) for result in shapes(dataclasses.replace(spec, rows_split=False), x)]
-    call = jax.ffi.ffi_call("jaxlowprec_quantize", results, vmap_method=vmap_method)
-    return call(x, *operands, **spec.attributes, eden=spec.eden)
+    layouts = scale_order.layouts(results, column_major)
+    call = jax.ffi.ffi_call("jaxlowprec_quantize", results, output_layouts=layouts, vmap_method=vmap_method)
+    return call(x, *operands, **spec.attributes(column_major), eden=spec.eden)
 
 
 def reference_call(spec: QuantizeSpec, x: jax.Array, *operands: jax.Array) -> list[jax.Array]:

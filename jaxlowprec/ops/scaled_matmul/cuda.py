@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from jaxlowprec.arrays.formats import MXFP8, Format
 from jaxlowprec.arrays.layouts import pad_to_multiples
+from jaxlowprec.ops import scale_order
 from jaxlowprec.ops.scaled_matmul import reference
 from jaxlowprec.wiring import native
 
@@ -29,14 +30,13 @@ _CAPABILITIES = (80, 89, 90, 100)
 
 
 def _plans(
-    a_format: Format, b_format: Format, rows: int, columns: int, depth: int, accumulate: bool, float32_sums: bool
+    formats: tuple[dict, dict], rows: int, columns: int, depth: int, accumulate: bool, float32_sums: bool
 ) -> tuple[str, int]:
-    """Why the GPUs of this process have no such GEMM, or ""; and the bytes of workspace."""
+    """Why the GPUs of this process have no such GEMM, or ""; and the bytes of workspace. `formats`: as attributes."""
     plan = native.library().module.cuda_matmul_plan  # type: ignore[union-attr]
     capability = native.compute_capability()
     capabilities = _CAPABILITIES if capability is None else (round(10 * capability),)
-    formats, how = (a_format.attributes, b_format.attributes), (accumulate, float32_sums)
-    plans = [plan(*formats, rows, columns, depth, *how, c) for c in capabilities]
+    plans = [plan(*formats, rows, columns, depth, accumulate, float32_sums, c) for c in capabilities]
     possible = [workspace for problem, workspace, *_ in plans if not problem]
     return ("", max(possible)) if possible else plans[0][:2]
 
@@ -102,7 +102,8 @@ def why_not(spec: Any, a_data: jax.Array, b_data: jax.Array) -> str:
         return "shapes are symbolic, but the workspace depends on their sizes: export each size by itself"
     depth = a_data.shape[-1] * (1 + spec.a_format.packed)
     rows, columns = a_data.shape[-2], b_data.shape[-2]
-    return _plans(spec.a_format, spec.b_format, rows, columns, depth, False, spec.float32_sums)[0]
+    formats = spec.a_format.attributes, spec.b_format.attributes
+    return _plans(formats, rows, columns, depth, False, spec.float32_sums)[0]
 
 
 def matmul(spec: Any, a_data, a_scale, b_data, b_scale, *extras) -> list[jax.Array]:
@@ -140,15 +141,22 @@ def matmul(spec: Any, a_data, a_scale, b_data, b_scale, *extras) -> list[jax.Arr
         operands.append(jnp.stack([alpha, beta], axis=-1))
     if added is not None:
         operands.append(added)
-    _, workspace = _plans(a_fmt, b_fmt, *padded, depth, added is not None, spec.float32_sums)
+    column_major = [not spec.float32_sums and scale_order.is_column_major(fmt) for fmt in (a_fmt, b_fmt)]
+    a_format, b_format = map(scale_order.attributes, (a_fmt, b_fmt), column_major)
+    layouts = [
+        *scale_order.layouts(operands[:2], column_major[0]),
+        *scale_order.layouts(operands[2:4], column_major[1]),
+    ]
+    layouts += [None] * len(operands[4:])
+    _, workspace = _plans((a_format, b_format), *padded, depth, added is not None, spec.float32_sums)
     results = [
         jax.ShapeDtypeStruct((*batch, *padded), epilogue.out_dtype if whole else jnp.float32),
         jax.ShapeDtypeStruct((workspace,), jnp.uint8),
     ]
-    y, _ = jax.ffi.ffi_call("jaxlowprec_scaled_matmul", results)(
+    y, _ = jax.ffi.ffi_call("jaxlowprec_scaled_matmul", results, input_layouts=layouts)(
         *operands,
-        a_format=a_fmt.attributes,
-        b_format=b_fmt.attributes,
+        a_format=a_format,
+        b_format=b_format,
         accumulate=added is not None,
         float32_sums=spec.float32_sums,
     )

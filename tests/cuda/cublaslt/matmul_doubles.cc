@@ -75,6 +75,7 @@ cudaError_t launch(const DecodeProblem& p, cudaStream_t) {
 }
 
 cudaError_t launch(const ScaleLayoutProblem& p, cudaStream_t) {
+  ++doubles::layout_calls;
   std::memset(p.result, 0, gemm_scale_bytes(p.format, p.rows, p.columns));
   p.format.scaling == Scaling::kFloat32 ? lay_out_floats(p) : swizzle(p);
   return cudaSuccess;

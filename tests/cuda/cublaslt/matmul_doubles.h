@@ -7,6 +7,7 @@ namespace doubles {
 inline int capability = 90;                // 9.0
 inline int device = 0;                     // the current one
 inline int small_calls = 0;                // of the GEMM of few rows
+inline int layout_calls = 0;               // that bring scales into order
 inline float (*milliseconds)() = nullptr;  // the time of the device
 
 }  // namespace doubles

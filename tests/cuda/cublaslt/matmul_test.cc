@@ -83,6 +83,50 @@ TEST(every_format_on_every_gpu) {
   }
 }
 
+/// Scales as they lie in memory, column by column.
+std::vector<float> by_columns(const MatmulOperand& o, int64_t batch, int64_t rows) {
+  const int64_t blocks = o.format.scale_columns(o.columns), size = rows * blocks;
+  std::vector<float> found(batch * size);
+  for (int64_t i = 0; i < batch * size; ++i)
+    found[i] = reinterpret_cast<const float*>(o.scale)[i / size * size + i % rows * blocks + i % size / rows];
+  return found;
+}
+
+TEST(scales_in_the_order_of_hoppers_gemm_are_not_laid_out_again) {
+  set_capability(90);
+  const Format rows = float8_block(k4, false, false), tiles = float8_block(k5, true, false);
+  for (const auto& [a, b] : {std::pair(rows, rows), std::pair(rows, tiles), std::pair(tiles, rows)})
+    for (const int64_t depth : {96, 288, 512}) {
+      Case c(a, b, {2, 20, 144, depth}, ElementType::kF32, false);
+      const auto result = [&](int expected_launches) {
+        const int before = doubles::layout_calls;
+        CHECK_EQ(c.run(), std::string());
+        CHECK_EQ(doubles::layout_calls - before, 2 * expected_launches);  // of each batch entry
+        return std::vector<uint8_t>(c.result.data, c.result.data + 4 * 2 * 20 * 144);
+      };
+      const int of_rows = depth > 128 ? 1 + !b.tiles - a.tiles : 0, of_tiles = (a.tiles || b.tiles) && depth != 512;
+      const auto expected = result(of_rows + of_tiles);
+      check_result(c);
+      const auto a_scale = by_columns(c.p.a, 2, 20), b_scale = by_columns(c.p.b, 2, 144);
+      const auto lay_out = [](MatmulOperand& o, const std::vector<float>& scale) {
+        if (o.format.tiles) return;
+        o.format.column_major = true, o.scale = reinterpret_cast<const uint8_t*>(scale.data());
+      };
+      lay_out(c.p.a, a_scale), lay_out(c.p.b, b_scale);
+      CHECK(result(of_tiles) == expected);
+    }
+}
+
+TEST(scales_in_the_order_of_another_gpu_are_refused) {
+  Format rows = float8_block(k4, false, true);
+  rows.column_major = true;
+  for (const int capability : {89, 100}) {
+    set_capability(capability);
+    Case c(rows, float8_block(k4, true, true), {1, 16, 16, 256}, ElementType::kF32, false);
+    CHECK(contains(c.run(), "compile the program for this GPU"));
+  }
+}
+
 TEST(routes) {
   using Route = cuda::MatmulRoute;
   const auto route = [](const Format& a, const Format& b, int64_t rows, int capability) {

@@ -78,5 +78,12 @@ inline int64_t gemm_scale_bytes(const Format& format, int64_t rows, int64_t colu
   }
 }
 
+/// Whether one matrix's scales lie so already: no launch brings them into order.
+inline bool gemm_scales_in_order(const Format& format, int64_t rows, int64_t columns) {
+  if (format.scaling != Scaling::kFloat32) return false;
+  const int64_t blocks = format.scale_columns(columns);
+  return format.tiles ? blocks % 4 == 0 : rows % 4 == 0 && (format.column_major || blocks == 1);
+}
+
 }  // namespace cuda
 }  // namespace jaxlowprec

@@ -40,13 +40,14 @@ MatmulProblem entry(const MatmulProblem& p, int64_t i) {
   return q;
 }
 
-/// An operand as cuBLASLt gets it; decoded, re-based, or its scales in order, in `memory`.
+/// An operand as cuBLASLt gets it; decoded, re-based, or its scales in order, in `memory`; or where they lie in order.
 GemmOperand gemm_operand(const MatmulOperand& from, int64_t rows, MatmulRoute route, const uint8_t* memory) {
   const GemmScaling scaling = gemm_scaling(route, from.format);
   if (route == MatmulRoute::kDecoded) return {GemmType::kBF16, memory, rows, GemmScaling::kNone, nullptr};
   if (route == MatmulRoute::kRebased)
     return {GemmType::kE4M3, memory, rows, scaling, memory + rows * rebased_width(from.columns)};
-  return {*gemm_type(from.format.code), from.data, rows, scaling, memory};
+  const bool in_order = gemm_scales_in_order(from.format, rows, from.columns);
+  return {*gemm_type(from.format.code), from.data, rows, scaling, in_order ? from.scale : memory};
 }
 
 /// Puts there what gemm_operand says is in `memory`.
@@ -56,7 +57,8 @@ cudaError_t convert(const MatmulOperand& from, int64_t rows, int64_t depth, Matm
     return launch(DecodeProblem{from, 1, rows, depth, decoded_width(depth), memory}, stream);
   if (route == MatmulRoute::kRebased)
     return launch(RebaseProblem{from, rows, memory, reinterpret_cast<float*>(memory + rows * rebased_width(depth))}, stream);
-  if (gemm_scaling(route, from.format) == GemmScaling::kNone) return cudaSuccess;
+  if (gemm_scaling(route, from.format) == GemmScaling::kNone || gemm_scales_in_order(from.format, rows, depth))
+    return cudaSuccess;
   return launch(ScaleLayoutProblem{from.format, from.scale, 1, rows, depth, memory}, stream);
 }
 

@@ -83,6 +83,11 @@ inline MatmulRoute matmul_route(const MatmulProblem& p, int capability, std::str
     case Scaling::kFloat32: break;
   }
   if (capability == 90 && fast) return MatmulRoute::kBlock128;
+  const auto in_columns = [&](const Format& f) { return f.column_major && f.scale_columns(p.depth()) > 1; };
+  if (in_columns(a) || in_columns(b)) {
+    problem = "the scales lie in the order of compute capability 9.0: compile the program for this GPU";
+    return MatmulRoute::kNone;
+  }
   if (decodes_exactly(p)) return MatmulRoute::kDecoded;  // Python makes MXFP8 of them where it knows the GPU
   const std::string blocks = "FP8 blocks with float32 scales that are not powers of two";
   const std::string remedy = "quantise with power_of_two=True, or pass implementation=\"reference\"";
@@ -136,7 +141,8 @@ inline MatmulPlan plan_matmul(const MatmulProblem& p, int capability) {
     if (plan.route == MatmulRoute::kDecoded) return decoded;
     if (plan.route == MatmulRoute::kRebased) return round_up(rebased_bytes(rows, p.depth()), MatmulPlan::kAlignment);
     if (gemm_scaling(plan.route, format) == GemmScaling::kNone) return int64_t{0};
-    const int64_t scales = round_up(gemm_scale_bytes(format, rows, p.depth()), MatmulPlan::kAlignment);
+    const int64_t given = gemm_scales_in_order(format, rows, p.depth()) ? 0 : gemm_scale_bytes(format, rows, p.depth());
+    const int64_t scales = round_up(given, MatmulPlan::kAlignment);
     return plan.may_decode ? std::max(decoded, scales) : scales;
   };
   plan.a_bytes = bytes(p.a.format, p.rows), plan.b_bytes = bytes(p.b.format, p.columns);

@@ -13,10 +13,26 @@ namespace cuda {
 constexpr int kPow2RowThreads = 256;
 constexpr int kPow2RowsAhead = 2;
 
+/// Division of numbers below 2^28 by a number, as a product.
+struct DivideBy {
+  uint32_t divisor = 1, factor = 1u << 28, shift = 28;
+
+  DivideBy() = default;
+  explicit DivideBy(uint32_t divisor) : divisor(divisor) {
+    while ((uint64_t{1} << (shift - 28)) < divisor) ++shift;
+    factor = static_cast<uint32_t>(((uint64_t{1} << shift) + divisor - 1) / divisor);  // at most 2^29
+  }
+  JLP_DEVICE uint32_t quotient(const DivideBy& by, uint32_t n) {
+    return static_cast<uint32_t>(static_cast<uint64_t>(n) * by.factor >> by.shift);
+  }
+};
+
 struct Pow2RowsArguments {
   const uint4* x;  // two of a sixteen
   uint8_t *data, *scale;
   uint32_t sixteens;
+  uint32_t rows = 0;  // of which scales lie column by column; 0: row by row
+  DivideBy blocks;    // of a row, then
 };
 
 /// Codes of a sixteen, and its block's scale in the low half; `reload` gives its words again. A block has 16 * kLanes
@@ -57,6 +73,13 @@ JLP_DEVICE PairScale pow2_sixteen(const Sixteen<BF16>& x, uint32_t (&codes)[kCod
   return scale;
 }
 
+/// Where the scale of a block lies, counted along the rows.
+JLP_DEVICE uint32_t pow2_scale_place(const Pow2RowsArguments& a, uint32_t block) {
+  if (a.rows == 0) return block;
+  const uint32_t row = DivideBy::quotient(a.blocks, block);
+  return (block - row * a.blocks.divisor) * a.rows + row;
+}
+
 /// kBlock: 32 (MX) or 128 (Float8Block).
 template <class Code, int kBlock>
 static __global__ void __launch_bounds__(kPow2RowThreads, 5) quantize_pow2_rows(const Pow2RowsArguments a) {
@@ -81,7 +104,7 @@ static __global__ void __launch_bounds__(kPow2RowThreads, 5) quantize_pow2_rows(
         if constexpr (kBlock == 32)
           a.scale[at / kLanes] = static_cast<uint8_t>(scale.stored);
         else
-          reinterpret_cast<uint32_t*>(a.scale)[at / kLanes] = float_of_e8m0(scale.stored & 0xFFu);
+          reinterpret_cast<uint32_t*>(a.scale)[pow2_scale_place(a, at / kLanes)] = float_of_e8m0(scale.stored & 0xFFu);
       }
       if constexpr (Code::kPacked)
         reinterpret_cast<uint2*>(a.data)[at] = {codes[0], codes[1]};

@@ -52,7 +52,8 @@ struct Pow2Tile {
     const int row = threadIdx.x / kTileSixteens, sixteen = threadIdx.x % kTileSixteens;
     const int64_t line = static_cast<int64_t>(at.batch) * a.rows + at.down * kTile + row;
     uint8_t* data = a.rowwise.data + line * a.rowwise.data_row + (at.across * kTileSixteens + sixteen) * kCodeBytes;
-    uint8_t* scale = a.rowwise.scale + line * a.rowwise.scale_row + at.across * 4 + (kMx ? sixteen / 2 : 0);
+    uint8_t* scale = kMx ? a.rowwise.scale + line * a.rowwise.scale_row + at.across * 4 + sixteen / 2
+                         : WholeDirection::scale_at(a.rowwise, at.batch, at.down * kTile + row, at.across);
 #pragma unroll
     for (int i = 0; i < kTile / kRows; ++i) {
       const auto load = [&] { return row_sixteen<Pow2Place>(tile, row + kRows * i, sixteen); };
@@ -163,9 +164,12 @@ struct Pow2Tile {
       *reinterpret_cast<uint4*>(to) = shared.codes[pair][piece ^ (pair % 8)];
       *reinterpret_cast<uint4*>(to + a.columnwise.data_row) = shared.codes[kTilePairs + pair][piece ^ (pair % 8)];
     }
-    if (threadIdx.x < kTile)
-      *reinterpret_cast<uint32_t*>(a.columnwise.scale + (first + threadIdx.x) * a.columnwise.scale_row + at.down * 4) =
-          shared.column_scales[threadIdx.x];
+    if (threadIdx.x < kTile) {
+      uint8_t* const scale =
+          kMx ? a.columnwise.scale + (first + threadIdx.x) * a.columnwise.scale_row + at.down * 4
+              : WholeDirection::scale_at(a.columnwise, at.batch, at.across * kTile + threadIdx.x, at.down);
+      *reinterpret_cast<uint32_t*>(scale) = shared.column_scales[threadIdx.x];
+    }
   }
 };
 

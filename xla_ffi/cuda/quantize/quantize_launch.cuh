@@ -13,7 +13,17 @@ namespace cuda {
 inline DirectionArguments direction_arguments(const Format& f, const QuantizeDirection& d, int64_t lines, int64_t length) {
   const int64_t row_bytes = f.row_bytes(length), piece = f.packed() ? 8 : 16;
   const bool pieces = aligned(d.data, piece) && row_bytes % piece == 0;
-  return {d.tensor, d.data, d.scale, d.random, row_bytes, f.scale_rows(lines), f.scale_columns(length), pieces};
+  const int64_t rows = f.scale_rows(lines), columns = f.scale_columns(length);
+  return {d.tensor,
+          d.data,
+          d.scale,
+          d.random,
+          row_bytes,
+          rows,
+          columns,
+          pieces,
+          f.column_major ? 1 : columns,
+          f.column_major ? rows : 1};
 }
 
 template <class E, class Code>
@@ -36,7 +46,7 @@ QuantizeArguments quantize_arguments(const QuantizeProblem& p) {
 /// row.
 inline QuantizeProblem as_long_rows(QuantizeProblem p) {
   const bool stochastic = p.rowwise.random.key, has_tensor = p.rowwise.tensor;
-  if (stochastic) return p;
+  if (stochastic || p.format.column_major) return p;
   if (!has_tensor) p.rows *= p.batch, p.batch = 1;
   if (p.columns % (p.format.packed() ? p.format.block : 16) == 0 && p.columns % p.format.block == 0)
     p.columns *= p.rows, p.rows = 1;
@@ -60,19 +70,21 @@ cudaError_t with_pow2_block(int block, Visit visit) {
   return visit(std::integral_constant<int, 32>{});
 }
 
-/// Whether they serve rows: whole blocks, aligned, and sixteens that can be counted in 32 bits, one grid further too.
+/// Whether they serve rows: whole blocks, aligned, and sixteens that can be counted in 32 bits, one grid further too. Of one
+/// matrix, where scales lie column by column.
 template <class Code>
 bool pow2_rows_serve(const QuantizeProblem& p) {
   const int64_t sixteens = p.batch * p.rows * p.columns / 16;
   return pow2_block<Code>(p.format) && p.columns % p.format.block == 0 && sixteens <= INT32_MAX && aligned(p.x, 16) &&
-         aligned(p.rowwise.data, p.format.packed() ? 8 : 16);
+         aligned(p.rowwise.data, p.format.packed() ? 8 : 16) && (p.batch == 1 || !p.format.column_major);
 }
 
 template <class Code>
 cudaError_t launch_pow2_rows(const QuantizeProblem& p, cudaStream_t stream) {
   const int64_t sixteens = p.batch * p.rows * p.columns / 16;
-  const Pow2RowsArguments a = {static_cast<const uint4*>(p.x), p.rowwise.data, p.rowwise.scale,
-                               static_cast<uint32_t>(sixteens)};
+  Pow2RowsArguments a = {static_cast<const uint4*>(p.x), p.rowwise.data, p.rowwise.scale, static_cast<uint32_t>(sixteens)};
+  const int64_t blocks = p.columns / p.format.block;
+  if (p.format.column_major) a.rows = static_cast<uint32_t>(p.rows), a.blocks = DivideBy(static_cast<uint32_t>(blocks));
   const int64_t pieces = divide_up(sixteens, kPow2RowThreads * kPow2RowsAhead);
   return with_pow2_block<Code>(p.format.block, [&](auto block) {
     return launch_over_pieces<quantize_pow2_rows<Code, block>>(pieces, kPow2RowThreads, a, stream);
@@ -104,8 +116,15 @@ inline bool whole_tiles(const QuantizeProblem& p) {
 inline WholeTilesArguments whole_tiles_arguments(const QuantizeProblem& p) {
   const Format& f = p.format;
   const auto direction = [&](const QuantizeDirection& d, int64_t length) {
-    return WholeDirection{d.tensor, d.data, d.scale, f.row_bytes(length), f.scale_columns(length) * f.scale_bytes(),
-                          d.random};
+    const int64_t row = f.scale_columns(length) * f.scale_bytes(), lines = p.rows * p.columns / length;
+    return WholeDirection{d.tensor,
+                          d.data,
+                          d.scale,
+                          f.row_bytes(length),
+                          f.column_major ? f.scale_bytes() : row,
+                          d.random,
+                          f.column_major ? f.scale_bytes() * lines : f.scale_bytes(),
+                          lines * row};
   };
   return {static_cast<const uint16_t*>(p.x), p.rows,     p.columns, {}, direction(p.rowwise, p.columns),
           direction(p.columnwise, p.rows),   p.sign_mask};

@@ -52,7 +52,8 @@ struct RowQuantizer {
 
   __device__ __forceinline__ RowCursor<E> cursor(uint32_t batch, int64_t row, int64_t column) const {
     const DirectionArguments& direction = a.rowwise;
-    const int64_t line = batch * a.rows + row, scale = line * direction.scale_columns + (column >> log_block<kScales>(a));
+    const int64_t line = batch * a.rows + row;
+    const int64_t scale = scale_place<kScales>(direction, batch, row, column >> log_block<kScales>(a));
     return {static_cast<const typename E::Storage*>(a.x) + line * a.columns + column,
             direction.data + line * direction.row_bytes + code_bytes<Code>(column),
             direction.scale + (byte_scales<kScales>(a) ? scale : 4 * scale), row, column};
@@ -92,7 +93,8 @@ __global__ void __launch_bounds__(kRowThreads, kRowBlocks<E, kScales, kStochasti
   const int64_t x_step = step(a.columns, step_columns),
                 data_step = step(direction.row_bytes, code_bytes<Code>(step_columns));
   const int64_t scale_bytes = byte_scales<kScales>(a) ? 1 : 4;
-  const int64_t scale_step = scale_bytes * step(direction.scale_columns, step_columns >> log_block<kScales>(a));
+  const int64_t scale_step = scale_bytes * step(scale_line<kScales>(direction),
+                                                (step_columns >> log_block<kScales>(a)) * scale_block<kScales>(direction));
 
   uint32_t started = ~0u;  // the matrix whose scale is at hand
   for (TilePlace tile = Tiles::last(a.tiles); tile.batch < a.tiles.count.batch; tile = Tiles::previous(a.tiles, tile)) {

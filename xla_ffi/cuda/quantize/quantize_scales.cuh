@@ -22,7 +22,8 @@ struct DirectionArguments {
   int64_t row_bytes;   // codes of a line
   int64_t scale_rows;  // of a matrix
   int64_t scale_columns;
-  bool pieces;  // codes of 16 elements may be stored at once
+  bool pieces;                      // codes of 16 elements may be stored at once
+  int64_t scale_line, scale_block;  // how far a scale is from that of the next line, and of the next block
 };
 
 struct QuantizeArguments {
@@ -185,6 +186,22 @@ JLP_DEVICE bool is_tensor(const QuantizeArguments& a) {
 template <Scales kScales>
 JLP_DEVICE bool byte_scales(const QuantizeArguments& a) {
   return kIsTwoLevel<kScales> || a.scaling == Scaling::kE8M0;
+}
+
+/// How far apart the scales of neighbouring lines are, and those of neighbouring blocks of a line, in scales.
+template <Scales kScales>
+JLP_DEVICE int64_t scale_line(const DirectionArguments& d) {
+  return kIsTwoLevel<kScales> ? d.scale_columns : d.scale_line;
+}
+template <Scales kScales>
+JLP_DEVICE int64_t scale_block(const DirectionArguments& d) {
+  return kIsTwoLevel<kScales> ? 1 : d.scale_block;
+}
+
+/// Where a block's scale lies, in scales.
+template <Scales kScales>
+JLP_DEVICE int64_t scale_place(const DirectionArguments& d, uint32_t batch, int64_t line, int64_t block) {
+  return batch * (d.scale_rows * d.scale_columns) + line * scale_line<kScales>(d) + block * scale_block<kScales>(d);
 }
 
 /// Stores a block's scale.

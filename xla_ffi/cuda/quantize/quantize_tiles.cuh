@@ -119,7 +119,7 @@ struct TileQuantizer : TileCorner {
   __device__ __forceinline__ void store_square_scale(const DirectionArguments& direction, int64_t r, int64_t c,
                                                      const BlockScale& scale) const {
     if (!direction.data) return;
-    store_scale<kScales>(a, direction.scale, (batch * direction.scale_rows + r) * direction.scale_columns + c, scale.stored);
+    store_scale<kScales>(a, direction.scale, scale_place<kScales>(direction, batch, r, c), scale.stored);
   }
 
   __device__ __forceinline__ uint32_t square_amax(int down, int across) const {
@@ -132,11 +132,11 @@ struct TileQuantizer : TileCorner {
     constexpr int kStep = kTileThreads / kTileSixteens;
     const DirectionArguments& direction = a.rowwise;
     const int sixteen = threadIdx.x % kTileSixteens, lanes = sixteens_in_block<kScales>(a);
-    const int64_t line = batch * a.rows + row + threadIdx.x / kTileSixteens;
-    const int64_t scale_at = line * direction.scale_columns + ((column + 16 * sixteen) >> log_block<kScales>(a));
+    const int64_t first = row + threadIdx.x / kTileSixteens, line = batch * a.rows + first;
+    const int64_t scale_at = scale_place<kScales>(direction, batch, first, (column + 16 * sixteen) >> log_block<kScales>(a));
     uint8_t* data = direction.data + line * direction.row_bytes + code_bytes<Code>(column + 16 * sixteen);
     uint8_t* scales = direction.scale + (byte_scales<kScales>(a) ? scale_at : 4 * scale_at);
-    const int64_t scale_step = direction.scale_columns * (byte_scales<kScales>(a) ? kStep : 4 * kStep);
+    const int64_t scale_step = scale_line<kScales>(direction) * (byte_scales<kScales>(a) ? kStep : 4 * kStep);
     const int bytes = left(direction.row_bytes, code_bytes<Code>(column + 16 * sixteen), kCodeBytes);
     const bool exists = 16 * sixteen < columns_left, stores_scale = exists && lanes > 0 && sixteen % lanes == 0;
     const int64_t granule = column / 16 + min(sixteen, (columns_left - 1) / 16);  // where there is none, the last one
@@ -235,8 +235,8 @@ struct TileQuantizer : TileCorner {
       const int sixteens = sixteens_in_block<kScales>(a);
       if (down % sixteens == 0) shared.column_scales[across][down / sixteens] = static_cast<uint8_t>(scale.stored);
     } else if (a.scaling == Scaling::kFloat32 && down == 0 && across < columns_left) {
-      store_scale<kScales>(a, a.columnwise.scale,
-                           (batch * a.columns + column + across) * a.columnwise.scale_columns + row / kTile, scale.stored);
+      store_scale<kScales>(a, a.columnwise.scale, scale_place<kScales>(a.columnwise, batch, column + across, row / kTile),
+                           scale.stored);
     }
   }
 

@@ -13,8 +13,14 @@ using TileBuffers = uint4[2][kTile][kTile / 8];
 struct WholeDirection {
   const float* tensor;          // the amaxes of NVFP4
   uint8_t *data, *scale;        // data null: not wanted
-  int64_t data_row, scale_row;  // bytes of a line
+  int64_t data_row, scale_row;  // bytes from a line to the next
   Random random;                // of stochastic rounding
+  int64_t scale_block;          // bytes from a block's scale to that of the next
+  int64_t scale_matrix;         // of a matrix's scales
+
+  JLP_DEVICE uint8_t* scale_at(const WholeDirection& d, uint32_t batch, int64_t line, uint32_t block) {
+    return d.scale + batch * d.scale_matrix + line * d.scale_row + block * d.scale_block;
+  }
 };
 
 struct WholeTilesArguments {
