@@ -98,6 +98,8 @@ cudaError_t launch_rows(const QuantizeProblem& problem, cudaStream_t stream) {
   const QuantizeProblem p = as_long_rows(problem);
   QuantizeArguments a = quantize_arguments<E, Code>(p);
   while ((kTileSegments >> a.log_segments) > 1 && (kSegmentColumns << a.log_segments) < a.columns) ++a.log_segments;
+  const bool tall = (kRowWarps >> a.log_segments) > 0;
+  a.log_sharing = static_cast<int8_t>(tall ? a.log_segments : a.log_segments - kLogWarpSegments);
   const int64_t down = divide_up(a.rows, kTileSegments >> a.log_segments);
   if (!cut(p.batch, down, divide_up(a.columns, kSegmentColumns << a.log_segments), a.tiles)) return cudaErrorInvalidValue;
   return launch_over_tiles<quantize_rows<E, Code, kScales, kStochastic>, RowsShared<kStochastic>>(kRowThreads, a, stream);

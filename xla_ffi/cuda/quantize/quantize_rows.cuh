@@ -85,10 +85,9 @@ __global__ void __launch_bounds__(kRowThreads, kRowBlocks<E, kScales, kStochasti
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   RowQuantizer<E, Code, kScales, kStochastic> quantizer = {a, shared, {}};
 
-  // Neighbouring segments of a row are different warps'; how many warps share one, and from a warp's segment to its next.
+  // From one of a warp's segments to its next.
   const bool tall = (kRowWarps >> a.log_segments) > 0;
-  const int log_sharing = tall ? a.log_segments : a.log_segments - kLogWarpSegments;
-  const int step_rows = tall ? kRowWarps >> a.log_segments : 0, step_columns = tall ? 0 : kSegmentColumns << log_sharing;
+  const int step_rows = tall ? kRowWarps >> a.log_segments : 0, step_columns = tall ? 0 : kSegmentColumns << a.log_sharing;
   const auto step = [&](int64_t row_size, int64_t column_size) { return step_rows * row_size + column_size; };
   const int64_t x_step = step(a.columns, step_columns),
                 data_step = step(direction.row_bytes, code_bytes<Code>(step_columns));
@@ -111,8 +110,8 @@ __global__ void __launch_bounds__(kRowThreads, kRowBlocks<E, kScales, kStochasti
     const int64_t first_row = static_cast<int64_t>(tile.down) * tile_rows;
     const int64_t first_column = static_cast<int64_t>(tile.across) * tile_columns;
     const bool whole = first_row + tile_rows <= a.rows && first_column + tile_columns <= a.columns;
-    const int64_t row = first_row + (warp >> log_sharing);
-    const int64_t column = first_column + (warp & ((1 << log_sharing) - 1)) * kSegmentColumns + 16 * lane;
+    const int64_t row = first_row + (warp >> a.log_sharing);
+    const int64_t column = first_column + (warp & ((1 << a.log_sharing) - 1)) * kSegmentColumns + 16 * lane;
     RowCursor<E> at = quantizer.cursor(tile.batch, row, column);
     const auto advance = [&] {
       at.x += x_step, at.data += data_step, at.scale += scale_step, at.row += step_rows, at.column += step_columns;

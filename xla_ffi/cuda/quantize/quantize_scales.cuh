@@ -30,8 +30,9 @@ struct QuantizeArguments {
   const void* x;
   int64_t rows, columns;
   Tiles tiles;
-  int32_t log_segments;  // of the rows kernel's tiles
+  int32_t log_segments;  // of a row of the rows kernel's tiles
   bool pieces;           // rows begin at multiples of 16 bytes
+  int8_t log_sharing;    // of the warps that share such a row of a tile
   uint32_t sign_mask;
 
   // the scale's rule
