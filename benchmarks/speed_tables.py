@@ -106,45 +106,69 @@ def generation() -> str:
     return f"{markdown(rows)}\n\n{shape}; {where(result)}"
 
 
-def brief(case: dict) -> tuple[str, str, str]:
-    """A measured case as a row of three columns."""
-    return case["case"], case["against"], f"{case['ratio']['median']:.2f}x"
+_ISA = "avx512_bf16"  # of the summary's rows on a CPU
+_FP8_BLOCK = "Float8Block E4M3 1x128 by Float8Block E4M3 128x128"
+_SUMMARY = (  # a result, the beginning of the first of its cases to show, what the summary calls it, and its section
+    ("cpu_kernels", "quantize rowwise, nearest", "quantise, NVFP4 along rows", "quantisers"),
+    ("cpu_kernels", "quantize_both, RHT", "quantise, NVFP4 both ways, rotated", "quantisers"),
+    ("formats", "quantize MXFP8 E4M3 1x32, rowwise", "quantise, MXFP8 along rows", "quantisers"),
+    ("cpu_kernels", "scaled_matmul 1024x4096x4096, 1x16 by 16x16", "GEMM, NVFP4", "block-scaled-gemms"),
+    ("formats", "scaled_matmul 1024x4096x4096, MXFP8", "GEMM, MXFP8", "block-scaled-gemms"),
+    ("formats", f"scaled_matmul 1024x4096x4096, {_FP8_BLOCK}", "GEMM, FP8 in blocks", "block-scaled-gemms"),
+    ("weight_only_matmul", "scaled_matmul 1x4096x4096, bfloat16 by Int4", "1 row of bf16 by INT4", "weight-only-gemms"),
+    (
+        "weight_only_matmul",
+        "scaled_matmul 1024x4096x4096, bfloat16 by Int4",
+        "1024 rows of bf16 by INT4",
+        "weight-only-gemms",
+    ),
+    ("grouped_matmul", "32 groups, 64 rows each (uneven)", "GEMM of 32 experts, NVFP4", "experts-grouped-gemms"),
+)
+_SUMMARY_GPU = (
+    ("quantize NVFP4 1x16, rowwise", "quantise, NVFP4 along rows"),
+    ("scaled_matmul NVFP4 8192", "GEMM, NVFP4"),
+    ("scaled_matmul FP8 block 8192", "GEMM, FP8 in blocks"),
+    ("weight-only Int4, few rows 1x", "1 row of bf16 by INT4"),
+    ("a training step of a Llama block, 4096 wide, 8192 tokens, NVFP4", "training step of a Llama block, NVFP4"),
+    (
+        "a training step of a Llama block, 4096 wide, 8192 tokens, FP8 block",
+        "training step of a Llama block, FP8 in blocks",
+    ),
+)
 
 
-_SHOWN = ("Int4 1x128 of bfloat16, axis -1", "bfloat16 by Int4 1x128")  # the cases of INT4
+def speed_summary() -> str:
+    """A row or two of each section of the page."""
+    rows = [("on", "operation", "against", "speed", "target")]
 
+    def add(place: str, text: str, section: str, against: str, speed: float, target: float | None) -> None:
+        other = against.partition(" (")[0]
+        rows.append((place, f"[{text}](#{section})", other, f"{speed:.2f}x", "" if target is None else f"{target}x"))
 
-def best_speed() -> str:
-    """One row per family, of the best instruction set."""
-    isas = ("avx512_bf16", "avx512")  # the best first
-    file = min(RESULTS.glob("cpu_kernels_*.json"), key=lambda f: [not f.stem.endswith(isa) for isa in isas])
-    result = load(file.stem)
-    isa, cases = next(iter(result["cases"].items()))
-    rows = [("4096x4096 bf16", "against", "speed")]
-    rows += map(brief, cases)
-    other = load(f"formats_{isa}")["cases"][isa]
-    rows += [brief(c) for c in other if "matmul" in c["case"]]
-    for kind in ("int4", "weight_only_matmul"):
-        shown = load(f"{kind}_{isa}")["cases"][isa]
-        rows += [brief(c) for c in shown if c["case"].endswith(_SHOWN)]
-    rows += [
-        (f"converting a checkpoint, {c['scheme']}", "`cp -r` of it", f"{c['ratio_to_copy']:.2f}x")
-        for c in load("convert")["cases"]
-    ]
-    rows += [
-        (f"a training step of the {c['size']} example, {c['recipe']}", c["against"], f"{c['ratio']['median']:.2f}x")
-        for c in load("train_step")["cases"]
-        if "bfloat16" in c["against"]
-    ]
-    rows.append(
-        (
-            "activations that `linear` keeps for its backward",
-            "its bf16 input",
-            f"{result['saved_by_linear']:.2f} of the bytes",
-        )
+    for kind, beginning, text, section in _SUMMARY:
+        c = next(c for c in load(f"{kind}_{_ISA}")["cases"][_ISA] if c["case"].startswith(beginning))
+        add("CPU", text, section, c["against"], c["ratio"]["median"], c["target"])
+    for c in load("train_step")["cases"]:
+        if c["size"] == "small" and c["recipe"] in ("NVFP4", "MXFP8") and "bfloat16" in c["against"]:
+            text = f"training step of a small model, {c['recipe']}"
+            add("CPU", text, "a-training-step", c["against"], c["ratio"]["median"], c["target"])
+    c = next(c for c in load("generation")["cases"] if c["format"] == "INT4")
+    add(
+        "CPU",
+        "tokens of one sequence, INT4",
+        "generation-of-one-sequence",
+        "llama.cpp, Q4_0",
+        c["of_llama_cpp"],
+        c["target"],
     )
-    about = f"{where(result)} Conversion was measured on the machine with AVX2."
-    return markdown(rows) + f"\n\n{about} Instruction set: {isa}."
+    c = next(c for c in load("weight_sync_tcp")["cases"] if c["case"].endswith("encrypted"))
+    add("CPU", "weights over TCP, encrypted", "weight-sync", c["against"], c["ratio"]["median"], c["target"])
+    measured = load("gpu")["cases"]
+    for beginning, text in _SUMMARY_GPU:
+        c = next(c for c in measured if c["case"].startswith(beginning))
+        add("H200", text, "gpus", c["against"], reached(c), c["target"])
+    kept = load(f"cpu_kernels_{_ISA}")["saved_by_linear"]
+    return f"{markdown(rows)}\n\nA linear under NVFP4 keeps {kept:.2f} of its bfloat16 input for the backward pass."
 
 
 def train_step() -> str:

@@ -31,7 +31,7 @@ TABLES = {
             speed_tables.convert,
             speed_tables.convert_7b,
             speed_tables.weight_sync,
-            speed_tables.best_speed,
+            speed_tables.speed_summary,
             speed_tables.train_step,
         ),
         *(speed_tables.generation, speed_tables.telemetry, speed_tables.scaling, speed_tables.gpu),
