@@ -1,19 +1,31 @@
-"""The examples of docs/how-to/bring_your_own_model.md run and print what the page shows, where their framework is."""
+"""The programs of docs/how-to/bring_your_own_model.md run and print what the page shows, where their framework is."""
 
 import re
 
 import pytest
 
 from tests.docs.pages import differs, pieces, printed_by
+from tests.package.test_readme import ROOT
 
 PAGE = "docs/how-to/bring_your_own_model.md"
 PIECES = pieces(PAGE)
+_FRAMEWORKS_AT = (ROOT / PAGE).read_text().partition("\n## Flax NNX\n")[0].count("\n")
+ONE_PROGRAM = [piece for piece in PIECES if piece.line < _FRAMEWORKS_AT]
+EXAMPLES = [piece for piece in PIECES if piece.line > _FRAMEWORKS_AT]
 FRAMEWORKS = ("equinox", "haiku", "haliax")
 MOST_LINES = 40
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("piece", PIECES, ids=lambda piece: f"line_{piece.line}")
+def test_the_pieces_in_plain_jax_are_one_program():
+    names = {"__name__": "example"}
+    for piece in ONE_PROGRAM:
+        printed = printed_by(piece, PAGE, names)
+        assert not differs(printed, piece.shown), f"{PAGE}:{piece.line}: prints\n{printed}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("piece", EXAMPLES, ids=lambda piece: f"line_{piece.line}")
 def test_an_example_prints_what_it_shows(piece):
     for name in re.findall(r"^import (\w+)", piece.code, re.MULTILINE):
         if name in FRAMEWORKS:
@@ -23,5 +35,5 @@ def test_an_example_prints_what_it_shows(piece):
 
 
 def test_examples_are_short_and_show_what_they_print():
-    assert len(PIECES) == 8
-    assert all(piece.code.count("\n") <= MOST_LINES and piece.shown for piece in PIECES)
+    assert len(ONE_PROGRAM) == 6 and len(EXAMPLES) == 7
+    assert all(piece.code.count("\n") <= MOST_LINES and piece.shown for piece in EXAMPLES)

@@ -1,7 +1,7 @@
 // The types of codes: one table that enumerators, names, dispatch, decoding tables and the GPU's source files follow.
 //
-// A new 8-bit float is a struct and its name in JLP_FLOAT8_TYPES, which CMakeLists.txt reads too. docs/how-to/extending.md says what
-// else it may want.
+// A new 8-bit float is a struct and its name in JLP_FLOAT8_TYPES, which CMakeLists.txt reads too. docs/how-to/extending.md
+// says what else it may want.
 #pragma once
 
 #include <cstdint>

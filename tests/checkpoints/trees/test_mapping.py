@@ -21,7 +21,6 @@ from jaxlowprec.checkpoints.trees.mapping import Rule, TreeMapping
 from tests.checkpoints.weights import SCHEMES
 from tests.eager import jlp
 from tests.helpers import as_bytes, assert_same_bytes
-from tests.package.test_readme import programs
 
 pytestmark = pytest.mark.sampled(5)
 
@@ -398,9 +397,3 @@ def test_what_is_no_scheme_or_dtype_is_named(tmp_path):
     with pytest.raises(TypeError, match=r"from_tensors: scheme='nvfp4'; needs a scheme"):
         mapping.from_tensors({}, tree, "nvfp4")
     assert not (tmp_path / "a").exists()
-
-
-@pytest.mark.slow
-def test_the_documents_example():
-    (program,) = programs("docs/how-to/checkpoints.md")
-    exec(program, {})
