@@ -9,7 +9,7 @@ from jaxlowprec.arguments import cut
 from jaxlowprec.checkpoints.conversion.inspect import InspectedModule, Inspection, inspect
 from jaxlowprec.checkpoints.conversion.plot import plot_sqnr
 from jaxlowprec.checkpoints.errors import CheckpointError
-from jaxlowprec.checkpoints.gguf.listing import inspect_gguf
+from jaxlowprec.checkpoints.gguf import inspect_gguf
 from jaxlowprec.cli.conversion import is_gguf
 from jaxlowprec.cli.progress import bar, readable
 from jaxlowprec.cli.streams import as_json, emit, printable

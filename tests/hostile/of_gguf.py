@@ -11,8 +11,7 @@ import struct
 
 from jaxlowprec.checkpoints import CheckpointError, schemes
 from jaxlowprec.checkpoints.files.folder import CheckpointFolder
-from jaxlowprec.checkpoints.gguf import GGUFFile, export_gguf, import_gguf
-from jaxlowprec.checkpoints.gguf.listing import inspect_gguf
+from jaxlowprec.checkpoints.gguf import GGUFFile, export_gguf, import_gguf, inspect_gguf
 from jaxlowprec.cli.inspect import render
 from tests.checkpoints.gguf.models import byte_level, folder, from_sentencepiece
 from tests.hostile.mutation import NUMBERS, VALUES

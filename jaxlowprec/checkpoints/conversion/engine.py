@@ -42,11 +42,12 @@ class Counter:
 
 
 def write_shards(
-    plan: Plan, source: CheckpointFolder, destination: pathlib.Path, workers: int, progress: Progress | None
+    plan: Plan, source: CheckpointFolder | None, destination: pathlib.Path, workers: int, progress: Progress | None
 ) -> list[str]:
     """Writes the files of a plan that are not finished yet; returns the names of those that were.
 
     At most `workers` tensors are in memory at a time: what a worker has computed is written to its place at once.
+    Without a source every job computes its tensors, as those of a GGUF file do.
     """
     there = {shard: is_finished(plan, shard, destination) for shard in plan.shards}
     finished = [shard for shard in plan.shards if there[shard]]
@@ -71,13 +72,14 @@ def write_shards(
 
 
 def _written(
-    plan: Plan, shard: str, source: CheckpointFolder, destination: pathlib.Path, workers: int, counter: Counter
+    plan: Plan, shard: str, source: CheckpointFolder | None, destination: pathlib.Path, workers: int, counter: Counter
 ) -> SafetensorsWriter:
     """The writer of a file after all its tensors were written, ready to be committed."""
     writer = SafetensorsWriter(destination / shard, plan.specs(shard))
 
     def write(job: Job) -> None:
         if not job.computes:
+            assert source is not None
             writer.copy(job.module, source.file_of(job.module), job.module)
         elif job.parts is not None:
             writer.write_parts(job.outputs, job.parts())
@@ -105,7 +107,7 @@ def is_finished(plan: Plan, shard: str, destination: pathlib.Path) -> bool:
 
 
 def compare_shards(
-    plan: Plan, source: CheckpointFolder, destination: CheckpointFolder, workers: int, progress: Progress | None
+    plan: Plan, source: CheckpointFolder | None, destination: CheckpointFolder, workers: int, progress: Progress | None
 ) -> int:
     """Computes every tensor of a plan again and compares it with the files; returns how many were compared.
 
@@ -149,7 +151,7 @@ def _written_pieces(job: Job, destination: CheckpointFolder) -> Iterator[Arrays]
         yield {name: destination.file_of(name).read_at(name, index)[None] for name in job.outputs}
 
 
-def _differing(job: Job, source: CheckpointFolder, destination: CheckpointFolder) -> str | None:
+def _differing(job: Job, source: CheckpointFolder | None, destination: CheckpointFolder) -> str | None:
     """The name of a tensor that is not what the job makes; None: there is none."""
     compared = dict.fromkeys(job.outputs, 0)
     for name, data in _expected(job, source):
@@ -164,9 +166,10 @@ def _differing(job: Job, source: CheckpointFolder, destination: CheckpointFolder
     return next((name for name, count in compared.items() if count != destination.spec(name).nbytes), None)
 
 
-def _expected(job: Job, source: CheckpointFolder) -> Iterator[tuple[str, np.ndarray]]:
+def _expected(job: Job, source: CheckpointFolder | None) -> Iterator[tuple[str, np.ndarray]]:
     """The bytes of a job's tensors, a few at a time, in order for each tensor."""
     if not job.computes:
+        assert source is not None
         for piece in source.file_of(job.module).pieces(job.module, _COMPARED_AT_ONCE):
             yield job.module, piece
     for made in job.made():

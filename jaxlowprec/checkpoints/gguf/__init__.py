@@ -8,10 +8,9 @@
 from jaxlowprec.checkpoints.gguf.block_types import DECODED, TYPES, BlockType
 from jaxlowprec.checkpoints.gguf.exact import array_of_blocks, blocks_of_array
 from jaxlowprec.checkpoints.gguf.exporting import export_gguf
-from jaxlowprec.checkpoints.gguf.gguf_file import GGUFFile, GGUFWriter
+from jaxlowprec.checkpoints.gguf.gguf_file import GGUFFile, GGUFWriter, inspect_gguf
 from jaxlowprec.checkpoints.gguf.header import TensorSpec
 from jaxlowprec.checkpoints.gguf.importing import import_gguf
-from jaxlowprec.checkpoints.gguf.listing import inspect_gguf
 
 __all__ = [
     "DECODED",

@@ -24,8 +24,7 @@ from jaxlowprec.arguments import as_array
 from jaxlowprec.arrays.formats import MXFP4, Int4
 from jaxlowprec.arrays.quantized_array import QuantizedArray
 from jaxlowprec.checkpoints.errors import CheckpointError
-from jaxlowprec.checkpoints.gguf.block_types import TYPES, BlockType
-from jaxlowprec.checkpoints.gguf.decoding import nibbles
+from jaxlowprec.checkpoints.gguf.block_types import TYPES, BlockType, nibbles
 from jaxlowprec.checkpoints.schemes import Scheme, by_name
 from jaxlowprec.checkpoints.schemes.base import Tensors, as_dtype
 from jaxlowprec.checkpoints.schemes.codes import bytes_of_words, pack_bytes, unpack_bytes, words_of_bytes

@@ -1,7 +1,8 @@
-"""GGUF files: a reader that trusts nothing in the file, and a writer that takes tensors or parts of them one by one."""
+"""GGUF files: a reader that trusts nothing in the file, a list, and a writer that takes tensors or parts one by one."""
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import pathlib
 import threading
@@ -9,14 +10,15 @@ from collections.abc import Collection, Mapping
 
 import numpy as np
 
-from jaxlowprec.checkpoints.errors import CheckpointError, brief
+from jaxlowprec.checkpoints.conversion.inspect import InspectedModule, Inspection
+from jaxlowprec.checkpoints.errors import CheckpointError, brief, escaped
 from jaxlowprec.checkpoints.files.file_bytes import OpenFile, memory
 from jaxlowprec.checkpoints.files.tensor_file import TensorFile
 from jaxlowprec.checkpoints.files.written_whole import FilledFile
-from jaxlowprec.checkpoints.gguf.block_types import DECODED
-from jaxlowprec.checkpoints.gguf.cursor import Cursor
+from jaxlowprec.checkpoints.gguf.block_types import DECODED, Decoder
 from jaxlowprec.checkpoints.gguf.header import (
     ALIGNMENT,
+    Cursor,
     Header,
     TensorEntry,
     TensorSpec,
@@ -28,6 +30,7 @@ from jaxlowprec.checkpoints.gguf.header import (
 
 SUFFIX = ".gguf"
 _SPLIT = "split.count"
+_DECODED_AT_ONCE = 1 << 16  # blocks: some megabytes of intermediate results
 
 
 class GGUFFile(TensorFile[TensorEntry, Header]):
@@ -73,20 +76,39 @@ class GGUFFile(TensorFile[TensorEntry, Header]):
         """A tensor as numbers: in its own dtype if numpy has it, otherwise decoded to float32 as ggml decodes it.
 
         Raises:
-            CheckpointError: there is no such tensor, or its type is not decoded.
+            CheckpointError: see `decoder`.
         """
-        spec = self._entry(name).spec
+        spec, decode = self._entry(name).spec, self.decoder(name)
         shape = spec.shape if part is None else spec.shape[1:]
         data = self.blocks(name, part)
         if spec.type.dtype is not None:
             return data.reshape(-1).view(spec.type.dtype).reshape(shape)
-        if spec.type.decode is None:
+        blocks = data.reshape(-1, spec.type.block_bytes)
+        numbers = np.empty((len(blocks), spec.type.elements), np.float32)
+        with np.errstate(over="ignore", invalid="ignore"):
+            for begin in range(0, len(blocks), _DECODED_AT_ONCE):
+                numbers[begin : begin + _DECODED_AT_ONCE] = decode(blocks[begin : begin + _DECODED_AT_ONCE])
+        return numbers.reshape(shape)
+
+    def decoder(self, name: str) -> Decoder:
+        """The function that decodes a tensor's blocks.
+
+        Raises:
+            CheckpointError: there is no such tensor, its type is not decoded, or the package gguf that decodes it is
+                not installed.
+        """
+        block_type = self._entry(name).spec.type
+        if block_type.decode is None:
             raise CheckpointError(
-                f"{self.path}: tensor {brief(name)} is {spec.type.name}, whose numbers are not decoded here; decoded "
+                f"{self.path}: tensor {brief(name)} is {block_type.name}, whose numbers are not decoded here; decoded "
                 f"are {', '.join(DECODED)}: quantise the model to one of these with llama.cpp's llama-quantize"
             )
-        with np.errstate(over="ignore", invalid="ignore"):
-            return decoded(spec, data).reshape(shape)
+        if block_type.needs_package and importlib.util.find_spec("gguf") is None:
+            raise CheckpointError(
+                f"{self.path}: tensor {brief(name)} is {block_type.name}, which the package gguf decodes: pip install "
+                "'jaxlowprec[gguf]'"
+            )
+        return block_type.decode
 
 
 def _read_header(file: OpenFile) -> Header:
@@ -99,19 +121,6 @@ def _read_header(file: OpenFile) -> Header:
             "llama-gguf-split --merge"
         )
     return header
-
-
-_DECODED_AT_ONCE = 1 << 16  # blocks: some megabytes of intermediate results
-
-
-def decoded(spec: TensorSpec, data: np.ndarray) -> np.ndarray:
-    """The numbers of a tensor's bytes, float32, flat."""
-    assert spec.type.decode is not None
-    blocks = data.reshape(-1, spec.type.block_bytes)
-    numbers = np.empty((len(blocks), spec.type.elements), np.float32)
-    for begin in range(0, len(blocks), _DECODED_AT_ONCE):
-        numbers[begin : begin + _DECODED_AT_ONCE] = spec.type.decode(blocks[begin : begin + _DECODED_AT_ONCE])
-    return numbers.reshape(-1)
 
 
 class GGUFWriter(FilledFile):
@@ -176,3 +185,16 @@ class GGUFWriter(FilledFile):
     def unwritten(self) -> Collection[str]:
         """See `FilledFile`."""
         return self._missing
+
+
+def inspect_gguf(path: str | pathlib.Path) -> Inspection:
+    """The tensors of a GGUF file with types, shapes and bytes, in the file's order.
+
+    Raises:
+        CheckpointError: see `GGUFFile`.
+    """
+    with GGUFFile(path) as file:
+        modules = [InspectedModule(name, spec.type.name, spec.shape, spec.nbytes) for name, spec in file.specs.items()]
+        architecture = file.metadata.get("general.architecture")
+        named = escaped(brief(architecture).strip("'\"")) if isinstance(architecture, str) else "unknown architecture"
+        return Inspection(str(path), f"GGUF v{file.header.version} {named}", tuple(modules))

@@ -14,19 +14,24 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from jaxlowprec.checkpoints.errors import CheckpointError, brief
+from jaxlowprec.checkpoints.files.file_bytes import OpenFile, memory
 from jaxlowprec.checkpoints.gguf.block_types import BY_NUMBER, TYPES, BlockType
-from jaxlowprec.checkpoints.gguf.cursor import Cursor
 
 MAGIC, VERSION, READ_VERSIONS = b"GGUF", 3, (2, 3)
 ALIGNMENT = 32
 ALIGNMENT_KEY = "general.alignment"
 LONGEST_NAME = 63  # bytes of a tensor's name that llama.cpp reads
+MAX_HEADER_BYTES = 1 << 28
+"""The most bytes of a header that are read: headers of published files have some megabytes."""
+
+_READ_AT_ONCE = 1 << 20
 
 _MOST_KEYS, _MOST_TENSORS, _MOST_AXES = 1 << 16, 1 << 17, 4
 _LONGEST_KEY = (1 << 16) - 1
@@ -40,6 +45,7 @@ _SCALARS: dict[int, np.dtype] = {
     4: np.dtype("<u4"),
     5: np.dtype("<i4"),
     6: np.dtype("<f4"),
+    7: np.dtype("?"),
     10: np.dtype("<u8"),
     11: np.dtype("<i8"),
     12: np.dtype("<f8"),
@@ -80,6 +86,67 @@ class Header:
     metadata: Mapping[str, Value]
     tensors: Mapping[str, TensorEntry]
     size: int
+
+
+class Cursor:
+    """Reads a file from its beginning, value by value. A length that the file claims is compared before it is believed.
+
+    Attributes:
+        where: the file's path, for errors.
+        size: bytes of the file.
+        position: the next byte to read.
+    """
+
+    def __init__(self, file: OpenFile):
+        self._file = file
+        self.where = str(file.path)
+        self.size = os.fstat(file.descriptor).st_size
+        self.position = 0
+        self._held = memoryview(b"")  # what was read and not yet taken
+
+    def require(self, count: int, what: str) -> None:
+        """Raises CheckpointError if the file, or the part that may be a header, has fewer bytes left."""
+        if count > self.size - self.position:
+            raise CheckpointError(
+                f"{self.where}: the file is truncated or damaged: {what} takes {count} bytes at byte {self.position}, "
+                f"the file has {self.size}; copy or download it again"
+            )
+        if self.position + count > MAX_HEADER_BYTES:
+            raise CheckpointError(
+                f"{self.where}: {what} ends {self.position + count} bytes after the start; a header of at most "
+                f"{MAX_HEADER_BYTES} is read: the file is damaged, or made to exhaust memory"
+            )
+
+    def take(self, count: int, what: str) -> memoryview:
+        """The next bytes."""
+        self.require(count, what)
+        if count > len(self._held):
+            ahead = min(max(count, _READ_AT_ONCE), self.size - self.position)
+            data = memory(ahead)
+            self._file.read(self.position, data)
+            self._held = data.data
+        taken, self._held = self._held[:count], self._held[count:]
+        self.position += count
+        return taken
+
+    def array(self, dtype: np.dtype, count: int, what: str) -> np.ndarray:
+        """The next numbers, in an array of their own."""
+        return np.frombuffer(self.take(count * dtype.itemsize, what), dtype).astype(dtype.newbyteorder("="))
+
+    def number(self, dtype: str, what: str) -> int:
+        """The next whole number."""
+        return int.from_bytes(self.take(np.dtype(dtype).itemsize, what), "little")
+
+    def text(self, what: str, longest: int | None = None) -> str:
+        """The next string: its length, and UTF-8."""
+        length = int.from_bytes(self.take(8, what), "little")
+        if longest is not None and length > longest:
+            raise CheckpointError(f"{self.where}: {what} has {length} bytes; at most {longest} are read")
+        data = self.take(length, what)
+        try:
+            return str(data, "utf-8")
+        except UnicodeDecodeError:
+            raise CheckpointError(f"{self.where}: {what} is not text in UTF-8") from None
 
 
 def parse_header(cursor: Cursor) -> Header:
@@ -187,36 +254,26 @@ def _counts(cursor: Cursor) -> tuple[int, int, int]:
 def _value(cursor: Cursor, key: str) -> Value:
     what = f"the value of {brief(key)}"
     number = cursor.number("<u4", what)
+    if number == _STRING:
+        return cursor.text(what)
     if number != _ARRAY:
-        return _single(cursor, number, what)
+        single = _numbers(cursor, number, 1, f"{what} has type {number}", what)[0]
+        return bool(single) if number == _BOOL else single
     number, count = cursor.number("<u4", what), cursor.number("<u8", what)
     if number == _STRING:
         cursor.require(8 * count, what)
         return [cursor.text(what) for _ in range(count)]
-    if number == _BOOL:
-        return _booleans(cursor, count, what)
+    return _numbers(cursor, number, count, f"{what} is an array of type {number}", what)
+
+
+def _numbers(cursor: Cursor, number: int, count: int, kind: str, what: str) -> np.ndarray:
+    """The next numbers or bools of a type."""
     if number not in _SCALARS:
-        raise CheckpointError(
-            f"{cursor.where}: {what} is an array of type {number}, which GGUF does not define or nests"
-        )
-    return cursor.array(_SCALARS[number], count, what)
-
-
-def _single(cursor: Cursor, number: int, what: str) -> Value:
-    if number == _STRING:
-        return cursor.text(what)
-    if number == _BOOL:
-        return bool(_booleans(cursor, 1, what)[0])
-    if number not in _SCALARS:
-        raise CheckpointError(f"{cursor.where}: {what} has type {number}, which GGUF does not define")
-    return cursor.array(_SCALARS[number], 1, what)[0]
-
-
-def _booleans(cursor: Cursor, count: int, what: str) -> np.ndarray:
-    found = cursor.array(np.dtype("u1"), count, what)
-    if (found > 1).any():
-        raise CheckpointError(f"{cursor.where}: {what} holds a bool of {found.max()}; needs 0 or 1")
-    return found.astype(bool)
+        raise CheckpointError(f"{cursor.where}: {kind}, which GGUF does not define or nests")
+    found = cursor.array(_SCALARS[number], count, what)
+    if number == _BOOL and (found.view(np.uint8) > 1).any():
+        raise CheckpointError(f"{cursor.where}: {what} holds a bool of {found.view(np.uint8).max()}; needs 0 or 1")
+    return found
 
 
 def _alignment(where: str, metadata: Mapping[str, Value]) -> int:
@@ -273,15 +330,13 @@ def _require_places(where: str, tensors: Mapping[str, TensorEntry], size: int) -
 
 def _encoded(value: Value) -> bytes:
     """Type and bytes of a value."""
-    if isinstance(value, bool | np.bool_):
-        return _u32(_BOOL) + bytes([bool(value)])
     if isinstance(value, str):
         return _u32(_STRING) + _string(value)
     if isinstance(value, list):
         return _u32(_ARRAY) + _u32(_STRING) + _u64(len(value)) + b"".join(map(_string, value))
     array = np.asarray(value)
     array = array.astype(array.dtype.newbyteorder("<"))
-    number = _BOOL if array.dtype == bool else _NUMBERS.get(array.dtype)
+    number = _NUMBERS.get(array.dtype)
     if number is None or array.ndim > 1:
         raise CheckpointError(
             f"GGUF metadata cannot hold {brief(value)}; needs numbers, text, bool, or a list of one kind"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import pathlib
 import time
 from collections import Counter as Counted
@@ -15,7 +14,7 @@ import ml_dtypes
 import numpy as np
 
 from jaxlowprec.checkpoints.conversion.convert import Report, Run
-from jaxlowprec.checkpoints.conversion.engine import Counter, in_parallel, is_finished
+from jaxlowprec.checkpoints.conversion.engine import compare_shards, write_shards
 from jaxlowprec.checkpoints.conversion.plan import Arrays, Job, Left, Plan
 from jaxlowprec.checkpoints.conversion.resume import check_apart, check_claim, claimed
 from jaxlowprec.checkpoints.conversion.rules import splits
@@ -23,7 +22,6 @@ from jaxlowprec.checkpoints.errors import CheckpointError, brief
 from jaxlowprec.checkpoints.files.config import with_quantization
 from jaxlowprec.checkpoints.files.dtypes import HIGH_PRECISION, file_dtype
 from jaxlowprec.checkpoints.files.folder import CONFIG_FILE, SINGLE_FILE, CheckpointFolder, write_index
-from jaxlowprec.checkpoints.files.safetensors_file import SafetensorsWriter
 from jaxlowprec.checkpoints.files.safetensors_header import TensorSpec
 from jaxlowprec.checkpoints.files.written_whole import write_json
 from jaxlowprec.checkpoints.gguf.exact import rows, scheme_of_type, tensors_of_blocks
@@ -100,55 +98,18 @@ def import_gguf(
             return report
         verified = None
         with claimed(path, wanted):
-            kept = _write(plan, path, run)
+            kept = write_shards(plan, None, path, run.workers, run.progress)
             if len(plan.shards) > 1:
                 write_index(path, plan.shard_of, plan.output_bytes)
             write_json(path / CONFIG_FILE, plan.config)
             if run.verify:
-                verified = _verify(plan, path, run)
+                with CheckpointFolder(path) as made:
+                    verified = compare_shards(plan, None, made, run.workers, run.progress)
             if _fingerprint(file, wanted["options"]) != wanted:
                 raise CheckpointError(f"{file.path}: changed while it was converted; remove {path}, and convert again")
     written = [shard for shard in plan.shards if shard not in kept]
     seconds = time.perf_counter() - started
     return dataclasses.replace(report, written=written, kept=kept, verified=verified, seconds=seconds)
-
-
-def _write(plan: Plan, path: pathlib.Path, run: Run) -> list[str]:
-    """Writes the files that are not finished; returns the names of those that were."""
-    kept = [shard for shard in plan.shards if is_finished(plan, shard, path)]
-    counter = Counter(plan.source_bytes, "converting", run.progress)
-    for shard, jobs in plan.shards.items():
-        if shard in kept:
-            counter.add(sum(job.source_bytes for job in jobs))
-            continue
-        with SafetensorsWriter(path / shard, plan.specs(shard)) as writer:
-            in_parallel(functools.partial(_write_job, writer, counter), jobs, run.workers)
-    return kept
-
-
-def _write_job(writer: SafetensorsWriter, counter: Counter, job: Job) -> None:
-    for name, array in _made(job).items():
-        writer.write(name, array)
-    counter.add(job.source_bytes)
-
-
-def _verify(plan: Plan, path: pathlib.Path, run: Run) -> int:
-    counter = Counter(plan.source_bytes, "verifying", run.progress)
-    with CheckpointFolder(path) as made:
-
-        def compare(job: Job) -> None:
-            for name, array in _made(job).items():
-                if made.spec(name) != job.outputs[name] or made.read(name).tobytes() != array.tobytes():
-                    raise CheckpointError(f"{path}: tensor {name!r} differs from the source's; convert again")
-            counter.add(job.source_bytes)
-
-        in_parallel(compare, [job for jobs in plan.shards.values() for job in jobs], run.workers)
-    return len(plan.shard_of)
-
-
-def _made(job: Job) -> Arrays:
-    assert job.make is not None
-    return job.make()
 
 
 def _model(file: GGUFFile, dtype: str | None, keep: bool) -> _Model:
@@ -278,8 +239,7 @@ def _job(model: _Model, name: str, place: Place) -> tuple[Job, str | None]:
             return {f"{module}.{n}": a for n, a in (tensors if order is None else rows(tensors, order)).items()}
 
         return Job(module, kept, nbytes, make_kept), None
-    if spec.type.decode is None:
-        file.read(place.tensor, part)  # raises, and says which types are decoded
+    file.decoder(place.tensor)  # raises before anything is written
     dtype = _dtype(model, place)
 
     def make() -> Arrays:

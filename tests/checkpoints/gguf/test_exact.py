@@ -75,7 +75,7 @@ def test_products_with_negative_scales_are_right():
 
 
 def test_the_package_gguf_reads_the_same_numbers():
-    oracle = pytest.importorskip("gguf", reason="gguf is not installed: pip install jaxlowprec[oracles]")
+    oracle = pytest.importorskip("gguf", reason="gguf is not installed: pip install jaxlowprec[gguf]")
     for name, scheme in (("Q4_0", "w4a16"), ("MXFP4", "mxfp4")):
         options = {"group_size": 32, "scale_dtype": "float16"} if scheme == "w4a16" else {}
         chosen = schemes.by_name(scheme, **options)

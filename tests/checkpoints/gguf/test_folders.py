@@ -1,6 +1,7 @@
 """Folders become GGUF files and come back: names, rows, dtypes, codes, scales and sizes."""
 
 import json
+import re
 
 import ml_dtypes
 import numpy as np
@@ -8,8 +9,8 @@ import pytest
 
 from jaxlowprec.checkpoints import CheckpointError, Run, convert, schemes
 from jaxlowprec.checkpoints.gguf import GGUFFile, export_gguf, import_gguf
-from jaxlowprec.checkpoints.gguf.names import to_halves, to_neighbours
-from tests.checkpoints.gguf.models import CLASSES, EXPERTS, HEAD, HEADS, HIDDEN, INNER, LLAMA3, folder, tensors
+from jaxlowprec.checkpoints.gguf.names import ARCHITECTURES, places, to_halves, to_neighbours
+from tests.checkpoints.gguf.models import CLASSES, EXPERTS, HEAD, HEADS, HIDDEN, INNER, LAYERS, LLAMA3, folder, tensors
 from tests.checkpoints.small_models import contents, read_config, read_tensors, same
 
 W4A16 = schemes.by_name("w4a16", group_size=32, scale_dtype="float16")
@@ -69,6 +70,16 @@ def test_decoding_gives_the_numbers_of_the_file(tmp_path):
         q = file.read("blk.1.attn_q.weight")
     np.testing.assert_array_equal(found["model.layers.1.mlp.down_proj.weight"], down)
     np.testing.assert_array_equal(found["model.layers.1.self_attn.q_proj.weight"], q[to_halves(HEADS * HEAD, HEADS)])
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda architecture: architecture.model_type)
+def test_names_are_those_of_the_package_gguf(architecture):
+    oracle = pytest.importorskip("gguf", reason="gguf is not installed: pip install jaxlowprec[gguf]")
+    kind = next(kind for kind, name in oracle.MODEL_ARCH_NAMES.items() if name == architecture.name)
+    names = oracle.get_tensor_name_map(kind, LAYERS)
+    for module, place in places(architecture, LAYERS, EXPERTS).items():
+        together = re.sub(r"experts\.\d+", "experts", module)
+        assert names.get_name(together) + "." == place.tensor
 
 
 def test_rows_of_q_and_k_are_in_the_order_of_llama_cpp(tmp_path):

@@ -5,7 +5,7 @@ import pytest
 
 from jaxlowprec.checkpoints import CheckpointError
 from jaxlowprec.checkpoints.gguf import TYPES, GGUFFile, GGUFWriter, TensorSpec
-from jaxlowprec.checkpoints.gguf import cursor as cursors
+from jaxlowprec.checkpoints.gguf import header as headers
 from jaxlowprec.checkpoints.gguf.header import layout_header
 
 METADATA = {
@@ -67,7 +67,7 @@ def test_what_is_written_is_read(tmp_path, alignment):
 
 
 def test_the_package_gguf_reads_it(tmp_path):
-    oracle = pytest.importorskip("gguf", reason="gguf is not installed: pip install jaxlowprec[oracles]")
+    oracle = pytest.importorskip("gguf", reason="gguf is not installed: pip install jaxlowprec[gguf]")
     reader = oracle.GGUFReader(write(tmp_path / "a.gguf"))
     found = {key: field.contents() for key, field in reader.fields.items()}
     for key, value in METADATA.items():
@@ -80,7 +80,7 @@ def test_the_package_gguf_reads_it(tmp_path):
 
 
 def test_what_the_package_gguf_writes_is_read(tmp_path):
-    oracle = pytest.importorskip("gguf", reason="gguf is not installed: pip install jaxlowprec[oracles]")
+    oracle = pytest.importorskip("gguf", reason="gguf is not installed: pip install jaxlowprec[gguf]")
     writer = oracle.GGUFWriter(tmp_path / "a.gguf", "llama")
     writer.add_uint32("a.number", 7)
     writer.add_array("a.texts", ["x", "yz"])
@@ -230,7 +230,7 @@ def test_every_truncation_is_an_error(tmp_path):
 
 def test_a_header_that_is_too_long_is_not_read(tmp_path, monkeypatch):
     write(tmp_path / "a.gguf")
-    monkeypatch.setattr(cursors, "MAX_HEADER_BYTES", 100)
+    monkeypatch.setattr(headers, "MAX_HEADER_BYTES", 100)
     with pytest.raises(CheckpointError, match="a header of at most 100 is read"):
         GGUFFile(tmp_path / "a.gguf")
 

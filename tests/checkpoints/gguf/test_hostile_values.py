@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from jaxlowprec.checkpoints import CheckpointError, Run, inspect
-from jaxlowprec.checkpoints.gguf import TYPES, GGUFFile, TensorSpec, export_gguf, import_gguf
-from jaxlowprec.checkpoints.gguf.listing import inspect_gguf
+from jaxlowprec.checkpoints.gguf import TYPES, GGUFFile, TensorSpec, export_gguf, import_gguf, inspect_gguf
 from tests.checkpoints.gguf.models import config, folder, tensors
 from tests.checkpoints.gguf.test_foreign_files import rewritten
 
