@@ -257,19 +257,19 @@ def _value(cursor: Cursor, key: str) -> Value:
     if number == _STRING:
         return cursor.text(what)
     if number != _ARRAY:
-        single = _numbers(cursor, number, 1, f"{what} has type {number}", what)[0]
+        single = _numbers(cursor, number, 1, what, f"has type {number}, which GGUF does not define")[0]
         return bool(single) if number == _BOOL else single
     number, count = cursor.number("<u4", what), cursor.number("<u8", what)
     if number == _STRING:
         cursor.require(8 * count, what)
         return [cursor.text(what) for _ in range(count)]
-    return _numbers(cursor, number, count, f"{what} is an array of type {number}", what)
+    return _numbers(cursor, number, count, what, f"is an array of type {number}, which GGUF does not define or nests")
 
 
-def _numbers(cursor: Cursor, number: int, count: int, kind: str, what: str) -> np.ndarray:
-    """The next numbers or bools of a type."""
+def _numbers(cursor: Cursor, number: int, count: int, what: str, fault: str) -> np.ndarray:
+    """The next numbers or bools of a type. `fault`: what is said of another type."""
     if number not in _SCALARS:
-        raise CheckpointError(f"{cursor.where}: {kind}, which GGUF does not define or nests")
+        raise CheckpointError(f"{cursor.where}: {what} {fault}")
     found = cursor.array(_SCALARS[number], count, what)
     if number == _BOOL and (found.view(np.uint8) > 1).any():
         raise CheckpointError(f"{cursor.where}: {what} holds a bool of {found.view(np.uint8).max()}; needs 0 or 1")
