@@ -42,7 +42,7 @@ class BlockType:
     block_bytes: int
     decode: Decoder | None = dataclasses.field(default=None, compare=False, repr=False)
     dtype: np.dtype | None = None
-    needs_package: bool = False
+    needs_package: bool = dataclasses.field(default=False, compare=False, repr=False)
 
     def row_bytes(self, shape: Sequence[int]) -> int:
         """Bytes of the last axis of a shape."""

@@ -30,7 +30,7 @@ from jaxlowprec.checkpoints.gguf.header import (
 
 SUFFIX = ".gguf"
 _SPLIT = "split.count"
-_DECODED_AT_ONCE = 1 << 16  # blocks: some megabytes of intermediate results
+_DECODED_AT_ONCE = 1 << 15  # blocks: the package gguf takes up to 150 MB of intermediate results for them
 
 
 class GGUFFile(TensorFile[TensorEntry, Header]):
