@@ -52,10 +52,13 @@ cudaError_t launch_made(const MadeOf<kTiles>& made, cudaStream_t stream) {
 /// The block of all results' tiles if the kernels of pow2_tiles.cuh serve them; else 0.
 template <class E, class Code, int kTiles>
 int pow2_block_of(const MadeOf<kTiles>& made) {
-  if (!std::is_same_v<E, BF16>) return 0;
-  for (int i = 0; i < kTiles; ++i)
-    if (!whole_tiles(made.result(i))) return 0;
-  return pow2_block<Code>(made.results->format);
+  if constexpr (std::is_same_v<E, BF16>) {
+    bool whole = true;
+    for (int i = 0; i < kTiles; ++i) whole = whole && whole_tiles(made.result(i));
+    return whole ? pow2_block<Code>(made.results->format) : 0;
+  } else {
+    return 0;
+  }
 }
 
 template <auto kKernel, class Code, int kTiles>
