@@ -61,12 +61,10 @@ JLP_DEVICE void norm_tile(const Arguments& a, const TileCorner& at, Chunks& tile
   }
 }
 
-/// As those of quantize_tiles where the shared memory holds four; sm_80 and sm_120 have room for three and for one, and
-/// their code would spill with four.
+/// As those of quantize_tiles, but three where that has four and the code would spill: everywhere but on sm_90.
 template <class E, bool kStochastic>
-constexpr int kNormTileBlocks = (kArch < 900 || kArch >= 1200) && kTileBlocks<E, Scales::kOne, kStochastic> > 3
-                                    ? 3
-                                    : kTileBlocks<E, Scales::kOne, kStochastic>;
+constexpr int kNormTileBlocks =
+    kArch != 900 && kTileBlocks<E, Scales::kOne, kStochastic> > 3 ? 3 : kTileBlocks<E, Scales::kOne, kStochastic>;
 
 template <class E, class Code, bool kStochastic>
 __global__ void __launch_bounds__(kTileThreads, kNormTileBlocks<E, kStochastic>)

@@ -288,9 +288,11 @@ struct TileQuantizer : TileCorner {
   }
 };
 
-/// Blocks that registers are to suffice for; an sm_90 has shared memory for them.
+/// Blocks that registers are to suffice for; an sm_90 has shared memory for them. The code for sm_100 and later needs more
+/// registers.
 template <class E, Scales kScales, bool kStochastic>
 constexpr int kTileBlocks = E::kBytes == 4 || kIsChosen<kScales> || kEden<kScales, kStochastic> ? 2
+                            : kStochastic && kArch >= 1000                                      ? 2
                             : kStochastic                                                       ? 3
                                                                                                 : 4;
 
