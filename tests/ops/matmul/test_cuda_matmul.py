@@ -37,12 +37,14 @@ def format_of(attributes):
 products = jax.jit(reference.products, static_argnums=(2, 5))
 
 
-def called_by_the_reference(target, results):
+def called_by_the_reference(target, results, *, input_layouts):
     """As xla_ffi/bindings/scaled_matmul_cuda.cc documents the call."""
     assert target == "jaxlowprec_scaled_matmul"
 
     def call(a_data, a_scale, b_data, b_scale, *rest, a_format, b_format, accumulate, float32_sums):
         a, b = format_of(a_format), format_of(b_format)
+        by_columns = [fmt.get("column_major", False) for fmt in (a_format, b_format)]
+        assert [layout is not None for layout in input_layouts[1:4:2]] == by_columns
         assert a.scaling != "e8m0" or a_format["element"] == "e2m1" or not float32_sums  # FP8 blocks are not made MX
         alpha, beta = jnp.float32(1), jnp.float32(accumulate)
         if a.has_tensor_scale:
