@@ -45,7 +45,7 @@ COUNTED = (
     (r"quantize_rows<B?F16, .*>", (SEGMENTS,)),
     (r"quantize_pow2_rows<.*>", (SEGMENTS,)),
     (r"quantize_tiles<B?F16, .*>", (ROWS, COLUMNS, TILE)),
-    (r"quantize_(norm_|activation_|gradient_)?pow2_tiles<.*>", (WHOLE_TILES,)),
+    (r"quantize_(norm_|activation_|gradient_)?pow2_tiles<\w+, \d+(, 1)?>", (WHOLE_TILES,)),
     (r"quantize_nvfp4_tiles<.*>", (WHOLE_NVFP4_TILES,)),
     (r"decode_sixteens<.*>", (DECODED,)),
     (r"rebase_kernel", (DECODED,)),

@@ -120,8 +120,8 @@ MOST_INSTRUCTIONS = {
     r"quantize_pow2_tiles<E2M1, \d+>": 19.2,
     r"quantize_pow2_tiles<E[45]M\d, \d+>": 16.6,
     # Besides the norm or the activation, whose loops are counted once or not at all.
-    "quantize_(norm|activation|gradient)_pow2_tiles<E2M1, .*>": 20.7,
-    r"quantize_(norm|activation|gradient)_pow2_tiles<E[45]M\d, .*>": 18.7,
+    r"quantize_(norm|activation|gradient)_pow2_tiles<E2M1, \d+(, 1)?>": 20.7,
+    r"quantize_(norm|activation|gradient)_pow2_tiles<E[45]M\d, \d+(, 1)?>": 18.7,
     "quantize_nvfp4_tiles<false, false>": 26.3,
     "quantize_nvfp4_tiles<false, true>": 35.7,
     "quantize_nvfp4_tiles<true, false>": 33.8,
