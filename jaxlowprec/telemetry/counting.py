@@ -14,8 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxlowprec.arrays.quantized_array import QuantizedArray
-from jaxlowprec.arrays.row_scaled import as_matrices, lines_of
+from jaxlowprec.arrays.quantized_array import QuantizedArray, as_matrices, lines_of
 from jaxlowprec.ops.dequantize.api import dequantize
 from jaxlowprec.ops.grouped_matmul.api import GroupedQuantizedArray
 from jaxlowprec.ops.grouped_matmul.groups import Groups

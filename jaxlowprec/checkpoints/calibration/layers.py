@@ -14,8 +14,8 @@ from flax import nnx
 
 import jaxlowprec as jlp
 from jaxlowprec.arguments import as_array
-from jaxlowprec.checkpoints.conversion.expert_arrays import SingleWeights
-from jaxlowprec.checkpoints.decoders.folders import mapping_of, require_counts
+from jaxlowprec.checkpoints.conversion.modules import SingleWeights
+from jaxlowprec.checkpoints.decoders import mapping_of, require_counts
 from jaxlowprec.checkpoints.errors import CheckpointError
 from jaxlowprec.checkpoints.files.folder import CheckpointFolder
 from jaxlowprec.models.decoder.config import DecoderConfig

@@ -11,8 +11,14 @@ from typing import Any
 import numpy as np
 
 from jaxlowprec.checkpoints.conversion.engine import Counter, Progress, in_parallel
-from jaxlowprec.checkpoints.conversion.expert_arrays import Weight, weights_in
-from jaxlowprec.checkpoints.conversion.modules import QuantisedModule, is_quantised, quantised_modules, scheme_of
+from jaxlowprec.checkpoints.conversion.modules import (
+    QuantisedModule,
+    Weight,
+    is_quantised,
+    quantised_modules,
+    scheme_of,
+    weights_in,
+)
 from jaxlowprec.checkpoints.errors import CheckpointError
 from jaxlowprec.checkpoints.files.dtypes import HIGH_PRECISION
 from jaxlowprec.checkpoints.files.folder import CONFIG_FILE, CheckpointFolder

@@ -9,8 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxlowprec.arrays.quantized_array import QuantizedArray, check_quantized
-from jaxlowprec.arrays.row_scaled import as_matrices
+from jaxlowprec.arrays.quantized_array import QuantizedArray, as_matrices, check_quantized
 from jaxlowprec.ops.checks import float_dtype
 from jaxlowprec.ops.dequantize.op import dequantize_op
 from jaxlowprec.ops.hadamard.api import hadamard_transform

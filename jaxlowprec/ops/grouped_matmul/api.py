@@ -12,8 +12,7 @@ from jaxtyping import Array, Float, Int, UInt32
 
 from jaxlowprec.arrays.formats import BLOCK, Format
 from jaxlowprec.arrays.hadamard import Hadamard
-from jaxlowprec.arrays.quantized_array import QuantizedArray
-from jaxlowprec.arrays.row_scaled import by_tensor
+from jaxlowprec.arrays.quantized_array import QuantizedArray, by_tensor
 from jaxlowprec.ops.grouped_matmul.op import GroupedMatmulSpec, bias_of_rows, grouped_matmul_op, grouped_wgrad_op
 from jaxlowprec.ops.grouped_matmul.quantize_op import GroupedQuantizeSpec, grouped_amax_op, grouped_quantize_op
 from jaxlowprec.ops.implementation import Implementation

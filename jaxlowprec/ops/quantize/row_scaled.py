@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxlowprec import wiring
-from jaxlowprec.arrays.row_scaled import by_tensor
+from jaxlowprec.arrays.quantized_array import by_tensor
 from jaxlowprec.ops.amax import reference as amax_reference
 from jaxlowprec.ops.amax.op import amax_op, largest_over
 from jaxlowprec.ops.amax.wanted import Amaxes

@@ -14,8 +14,7 @@ from jaxtyping import Array, Float
 
 from jaxlowprec.arrays.formats import Format
 from jaxlowprec.arrays.hadamard import Hadamard
-from jaxlowprec.arrays.quantized_array import QuantizedArray, check_quantized
-from jaxlowprec.arrays.row_scaled import by_tensor
+from jaxlowprec.arrays.quantized_array import QuantizedArray, by_tensor, check_quantized
 from jaxlowprec.ops.epilogue import Activation, Epilogue, checked_epilogue
 from jaxlowprec.ops.implementation import Implementation, check_implementation
 from jaxlowprec.ops.precision import checked_precision, wants_float32_sums

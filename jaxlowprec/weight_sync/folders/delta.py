@@ -8,8 +8,8 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from jaxlowprec.checkpoints.files.file_bytes import memory
 from jaxlowprec.checkpoints.files.folder import CheckpointFolder
+from jaxlowprec.checkpoints.files.open_files import memory
 from jaxlowprec.weight_sync.folders import layout as folders
 from jaxlowprec.weight_sync.folders.delta_files import Base, Changes, ChangesWriter, count_files
 from jaxlowprec.weight_sync.folders.directory import DirectoryTransport

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxlowprec.checkpoints.files.file_bytes import memory
+from jaxlowprec.checkpoints.files.open_files import memory
 
 _LEAST_BYTES = 1 << 16
 """The smallest buffer in bytes that is reused; smaller ones come from the allocator, which reuses memory itself."""

@@ -4,8 +4,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from jaxlowprec.checkpoints.conversion.presets import DEFAULTS
-from jaxlowprec.checkpoints.conversion.rules import Rules
+from jaxlowprec.checkpoints.conversion.rules import DEFAULTS, Rules
 from jaxlowprec.checkpoints.schemes import by_name, marlin
 from jaxlowprec.checkpoints.schemes.gptq import GPTQ
 from jaxlowprec.weight_sync import InProcess, Receiver, Refused, WeightSource, differences, push

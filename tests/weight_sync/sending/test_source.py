@@ -11,8 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxlowprec.checkpoints import QWEN3_MOE
 from jaxlowprec.checkpoints.conversion.convert import convert
-from jaxlowprec.checkpoints.conversion.presets import DEFAULTS
-from jaxlowprec.checkpoints.conversion.rules import Rules
+from jaxlowprec.checkpoints.conversion.rules import DEFAULTS, Rules
 from jaxlowprec.checkpoints.files.folder import CheckpointFolder
 from jaxlowprec.checkpoints.schemes import by_name
 from jaxlowprec.checkpoints.trees import trees

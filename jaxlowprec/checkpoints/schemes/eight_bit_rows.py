@@ -26,11 +26,11 @@ import numpy as np
 from jaxlowprec.arguments import as_array
 from jaxlowprec.arrays.formats import Float8Block, Float8Tensor, Format
 from jaxlowprec.arrays.quantized_array import QuantizedArray
+from jaxlowprec.checkpoints.files.dtypes import all_finite
 from jaxlowprec.checkpoints.schemes.base import FLOATS, Scheme, Spec, Tensors, as_dtype, on_the_cpu
 from jaxlowprec.checkpoints.schemes.codes import E4M3
 from jaxlowprec.checkpoints.schemes.compressed_tensors import config_of
-from jaxlowprec.checkpoints.schemes.eight_bit.tensor import FLOAT8, Activations, activations_of, check_activations
-from jaxlowprec.checkpoints.schemes.magnitudes import all_finite
+from jaxlowprec.checkpoints.schemes.eight_bit_tensors import FLOAT8, Activations, activations_of, check_activations
 from jaxlowprec.ops.quantize.api import quantize
 
 _AT_ONCE = 1 << 22  # elements

@@ -1,4 +1,4 @@
-"""Reads and writes bytes of open files by position: either all bytes that were asked for, or an error with the file.
+"""Open files: bytes by position, either all that were asked for or an error with the file's name, and tensors by name.
 
 Files are read and never mapped. If a mapped file becomes shorter, touching the missing bytes ends the process with
 SIGBUS, which Python code cannot catch.
@@ -10,7 +10,8 @@ import contextlib
 import errno
 import os
 import pathlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from typing import Generic, Protocol, Self, TypeVar
 
 import numpy as np
 
@@ -131,3 +132,52 @@ def about(path: str | os.PathLike[str]) -> Iterator[None]:
         if error.filename is None:
             error.filename = os.fspath(path)
         raise
+
+
+Entry = TypeVar("Entry")
+Entry_co = TypeVar("Entry_co", covariant=True)
+
+
+class Header(Protocol[Entry_co]):
+    """What a header has at least: where each tensor is."""
+
+    @property
+    def tensors(self) -> Mapping[str, Entry_co]:
+        """The entries by the tensors' names."""
+
+
+H = TypeVar("H", bound="Header")
+
+
+class TensorFile(Generic[Entry, H]):
+    """A file of tensors, open for reading. Use it as a context manager, or close it.
+
+    Arguments:
+        path: the file.
+        read_header: reads and checks the header of the open file.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], read_header: Callable[[OpenFile], H]):
+        self.path = pathlib.Path(path)
+        self._file = OpenFile.to_read(self.path)
+        try:
+            self.header = read_header(self._file)
+        except BaseException:
+            self.close()
+            raise
+
+    def _entry(self, name: str) -> Entry:
+        try:
+            return self.header.tensors[name]
+        except KeyError:
+            raise CheckpointError(f"{self.path}: no tensor {name!r}") from None
+
+    def close(self) -> None:
+        """Closes the file; arrays that were read stay valid."""
+        self._file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
