@@ -20,14 +20,13 @@ from jaxlowprec.ops.norms.api import layer_norm, rms_norm
 from jaxlowprec.ops.quantize.api import quantize, quantize_both
 from jaxlowprec.ops.scaled_matmul.api import scaled_matmul
 from jaxlowprec.recipes.autocast import autocast, current_recipe
+from jaxlowprec.recipes.composed import PerGemm, PerLayer
 from jaxlowprec.recipes.custom import Custom, QuantizerRole
 from jaxlowprec.recipes.eden import NVFP4Eden
-from jaxlowprec.recipes.per_gemm import PerGemm
-from jaxlowprec.recipes.per_layer import PerLayer
+from jaxlowprec.recipes.fields import Sums
 from jaxlowprec.recipes.qat import DEFAULT_EXCLUDE, Int4QAT, WeightQAT
 from jaxlowprec.recipes.roles import MMParams, QParams, Recipe, Role, Roles
 from jaxlowprec.recipes.schedules import RecipeSchedule, recipe_schedule
-from jaxlowprec.recipes.sums import Sums
 from jaxlowprec.recipes.transformer_engine import (
     DelayedScaling,
     Float8BlockScaling,

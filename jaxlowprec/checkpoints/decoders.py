@@ -34,6 +34,10 @@ TOKENIZER_FILES = (
     "generation_config.json",
 )
 
+_WEIGHTS = nnx.Any(nnx.Param, jlp.nnx.Quantized, jlp.nnx.SelectionBias)
+_QUANTIZATION = ("quantization_config", "compression_config")
+_DRAFTS = ("num_nextn_predict_layers", "num_mtp_layers")
+
 
 def mapping_of(config: DecoderConfig) -> TreeMapping:
     """The names of a decoder's parameters in its family's checkpoints."""
@@ -78,11 +82,6 @@ def copy_tokenizer(source: pathlib.Path, destination: pathlib.Path) -> None:
     for name in TOKENIZER_FILES:
         if (source / name).is_file():
             shutil.copyfile(source / name, destination / name)
-
-
-_WEIGHTS = nnx.Any(nnx.Param, jlp.nnx.Quantized, jlp.nnx.SelectionBias)
-_QUANTIZATION = ("quantization_config", "compression_config")
-_DRAFTS = ("num_nextn_predict_layers", "num_mtp_layers")
 
 
 def export(source: pathlib.Path, destination: pathlib.Path, decoder: Decoder, scheme: Any = None) -> None:

@@ -14,6 +14,9 @@ from jaxlowprec.models.decoder.config import DecoderConfig
 
 TOKENIZER = "tokenizer.json"
 
+_HELD_OUT = 10  # one of so many tokens, the last ones of the text
+_MOST_HELD_OUT = 32  # rows
+
 
 class Tokens(Protocol):
     """Text to tokens and back."""
@@ -101,10 +104,6 @@ def encoded_file(file: pathlib.Path, tokens: Tokens, vocabulary: int, least: int
             "tokenizer of this model"
         )
     return found
-
-
-_HELD_OUT = 10  # one of so many tokens, the last ones of the text
-_MOST_HELD_OUT = 32  # rows
 
 
 @dataclasses.dataclass(frozen=True)

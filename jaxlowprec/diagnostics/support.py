@@ -23,7 +23,7 @@ from jaxlowprec.layers.linear import linear
 from jaxlowprec.layers.operands import Gemms
 from jaxlowprec.ops.scaled_matmul import cuda
 from jaxlowprec.recipes.autocast import resolve
-from jaxlowprec.recipes.per_layer import PerLayer
+from jaxlowprec.recipes.composed import PerLayer
 from jaxlowprec.recipes.qat import QAT
 from jaxlowprec.recipes.roles import GEMMS, Recipe, Roles
 from jaxlowprec.recipes.transformer_engine import Calibrating

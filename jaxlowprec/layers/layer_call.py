@@ -34,8 +34,8 @@ from jaxlowprec.ops.quantize.keys import Randomness, check_key, key_words, keyle
 from jaxlowprec.ops.split_rows import merged_rows, split_rows
 from jaxlowprec.recipes import silence
 from jaxlowprec.recipes.autocast import FROM_CONTEXT, resolve
+from jaxlowprec.recipes.fields import IN_FLOAT32, Sums
 from jaxlowprec.recipes.roles import Recipe, Roles
-from jaxlowprec.recipes.sums import IN_FLOAT32, Sums
 from jaxlowprec.recipes.transformer_engine import Calibrating
 from jaxlowprec.telemetry import probes
 from jaxlowprec.wiring.out_sharding import dimensions_of, resharded, sharding_of, sharding_of_product

@@ -40,8 +40,8 @@ from jaxlowprec.ops.amax.api import amax as tensor_amax
 from jaxlowprec.ops.amax.wanted import Amaxes
 from jaxlowprec.ops.quantize.keys import Randomness, further_words
 from jaxlowprec.ops.sums.kinds import Summed, draws
+from jaxlowprec.recipes.fields import Sums
 from jaxlowprec.recipes.roles import Role
-from jaxlowprec.recipes.sums import Sums
 from jaxlowprec.recipes.transformer_engine import DelayedScaling
 
 

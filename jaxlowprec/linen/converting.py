@@ -20,8 +20,8 @@ from jaxlowprec.linen.grouped import GroupedDense
 from jaxlowprec.linen.layers import Dense, DenseGeneral, Einsum, attend, base_call, dense, dense_general, layer_einsum
 from jaxlowprec.recipes import silence
 from jaxlowprec.recipes.autocast import FROM_CONTEXT, resolve
+from jaxlowprec.recipes.fields import Use, use_of
 from jaxlowprec.recipes.roles import Recipe
-from jaxlowprec.recipes.uses import Use, use_of
 
 _WHO = "linen.convert"
 _OURS: dict[type, Any] = {nn.Dense: Dense, nn.DenseGeneral: DenseGeneral, nn.Einsum: Einsum, nn.Conv: Conv}

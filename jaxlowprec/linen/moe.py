@@ -15,7 +15,7 @@ from jaxlowprec.linen import grouped
 from jaxlowprec.linen.layers import Dense, promoted_inputs
 from jaxlowprec.moe.grouped_linear import common_inputs, fused_experts, hidden_activation
 from jaxlowprec.moe.mixture import Exchange, Groups, MoEAux, Settings, check_block, mixture
-from jaxlowprec.moe.router_config import RouterConfig
+from jaxlowprec.moe.router import RouterConfig
 from jaxlowprec.moe.wire import Wire
 from jaxlowprec.recipes.autocast import FROM_CONTEXT
 

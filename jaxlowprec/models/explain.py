@@ -34,9 +34,8 @@ from jaxlowprec.nnx import converting as nnx_converting
 from jaxlowprec.nnx.einsum import einsum_axes
 from jaxlowprec.recipes import silence
 from jaxlowprec.recipes.autocast import FROM_CONTEXT, autocast, resolve
+from jaxlowprec.recipes.fields import IN_FLOAT32, Sums, Use
 from jaxlowprec.recipes.roles import Recipe, Role, Roles
-from jaxlowprec.recipes.sums import IN_FLOAT32, Sums
-from jaxlowprec.recipes.uses import Use
 
 _GROUPED = (jaxlowprec.linen.GroupedDense, jaxlowprec.nnx.GroupedLinear)
 _linen, _nnx = jaxlowprec.linen, jaxlowprec.nnx

@@ -15,8 +15,8 @@ from jaxlowprec.nnx.grouped import GroupedLinear
 from jaxlowprec.nnx.layers import Linear, LinearGeneral, _check_model, _Quantizing
 from jaxlowprec.recipes import silence
 from jaxlowprec.recipes.autocast import FROM_CONTEXT, resolve
+from jaxlowprec.recipes.fields import Use, use_of
 from jaxlowprec.recipes.roles import Recipe
-from jaxlowprec.recipes.uses import Use, use_of
 
 _WHO = "nnx.convert"
 _OURS: dict[type, Any] = {

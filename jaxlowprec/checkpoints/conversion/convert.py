@@ -47,6 +47,8 @@ from jaxlowprec.checkpoints.schemes.base import as_dtype, on_the_cpu
 
 Path = str | pathlib.Path
 
+_OTHER_CONFIGS = (MODELOPT_FILE, GPTQ_FILE, "quant_config.json")
+
 
 @dataclasses.dataclass(frozen=True)
 class Report:
@@ -274,9 +276,6 @@ def _carry_out(
         calibrated=found,
         seconds=time.perf_counter() - started,
     )
-
-
-_OTHER_CONFIGS = (MODELOPT_FILE, GPTQ_FILE, "quant_config.json")
 
 
 def plan_dequantization(source: CheckpointFolder, scheme: Scheme, dtype: str) -> Plan:

@@ -37,6 +37,23 @@ _CODES_OR_SCALES = re.compile(
 )
 _LISTED = 8
 
+ARRAY = re.compile(r"(.*\.experts)\.(gate_up_proj|down_proj)")
+_OUT_IN = (
+    "qwen3_5_moe",
+    "qwen3_5_moe_text",
+    "gemma4",
+    "gemma4_text",
+    # transformers writes these with save_original_format=False; otherwise a tensor for each expert
+    "deepseek_v2",
+    "deepseek_v3",
+    "glm4_moe",
+    "qwen3_moe",
+)
+_IN_OUT = ("llama4", "llama4_text", "qwen3_vl_moe", "qwen3_vl_moe_text")
+_MOST_EXPERTS = 1 << 14
+GPT_OSS = ("gpt_oss", "openai_privacy_filter")
+"""Model types whose arrays [E, in, out] have gate and up in turns, with biases: only `gpt_oss_mxfp4` holds them."""
+
 
 @dataclasses.dataclass(frozen=True)
 class QuantisedModule:
@@ -236,26 +253,6 @@ def _own_scheme(source: CheckpointFolder, scheme: Scheme, module: str, tensors: 
             "the targets of a group"
         )
     return own
-
-
-ARRAY = re.compile(r"(.*\.experts)\.(gate_up_proj|down_proj)")
-
-_OUT_IN = (
-    "qwen3_5_moe",
-    "qwen3_5_moe_text",
-    "gemma4",
-    "gemma4_text",
-    # transformers writes these with save_original_format=False; otherwise a tensor for each expert
-    "deepseek_v2",
-    "deepseek_v3",
-    "glm4_moe",
-    "qwen3_moe",
-)
-_IN_OUT = ("llama4", "llama4_text", "qwen3_vl_moe", "qwen3_vl_moe_text")
-_MOST_EXPERTS = 1 << 14
-
-GPT_OSS = ("gpt_oss", "openai_privacy_filter")
-"""Model types whose arrays [E, in, out] have gate and up in turns, with biases: only `gpt_oss_mxfp4` holds them."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -21,6 +21,10 @@ _ALIGNMENT = 64  # of memory for tensors: JAX takes such arrays over without a c
 _AT_ONCE = 1 << 30  # bytes: the system reads and writes at most 2 GiB in one call
 _COPIED_AT_ONCE = 1 << 22
 
+Entry = TypeVar("Entry")
+Entry_co = TypeVar("Entry_co", covariant=True)
+H = TypeVar("H", bound="Header")
+
 
 def memory(nbytes: int) -> np.ndarray:
     """Uninitialised uint8 [nbytes], aligned to 64 bytes.
@@ -134,19 +138,12 @@ def about(path: str | os.PathLike[str]) -> Iterator[None]:
         raise
 
 
-Entry = TypeVar("Entry")
-Entry_co = TypeVar("Entry_co", covariant=True)
-
-
 class Header(Protocol[Entry_co]):
     """What a header has at least: where each tensor is."""
 
     @property
     def tensors(self) -> Mapping[str, Entry_co]:
         """The entries by the tensors' names."""
-
-
-H = TypeVar("H", bound="Header")
 
 
 class TensorFile(Generic[Entry, H]):

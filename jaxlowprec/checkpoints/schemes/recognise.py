@@ -48,6 +48,10 @@ _SCHEMES = {scheme.name: scheme for scheme in _CLASSES}
 NAMES = tuple(_SCHEMES)
 """The names of all schemes."""
 
+_WHO = "schemes.from_config"
+_LARGEST_GROUP = 1 << 30
+_MODELOPT = {"NVFP4": "modelopt_nvfp4", "FP8": "modelopt_fp8"}
+
 
 def by_name(name: str, *, group_size: int | None = None, **options: Any) -> Scheme:
     """The scheme of a name.
@@ -78,10 +82,6 @@ def by_name(name: str, *, group_size: int | None = None, **options: Any) -> Sche
     if group_size != made.format.length:
         raise ValueError(f"schemes.by_name: group_size={group_size}; {name} has groups of {made.format.length}")
     return made
-
-
-_WHO = "schemes.from_config"
-_LARGEST_GROUP = 1 << 30
 
 
 def from_config(config: Mapping[str, Any]) -> Scheme:
@@ -355,9 +355,6 @@ def _modelopt(entry: Mapping[str, Any]) -> Scheme:
     if len(groups) == 1:
         return by_name(next(iter(groups)))
     return _mixed([ConfigGroup(tuple(targets), by_name(scheme)) for scheme, targets in groups.items()])
-
-
-_MODELOPT = {"NVFP4": "modelopt_nvfp4", "FP8": "modelopt_fp8"}
 
 
 def _of_layer(name: str) -> tuple[str, ...]:

@@ -25,6 +25,10 @@ from jaxlowprec.checkpoints.trees.mapping import TreeMapping
 
 Folder = str | os.PathLike[str]
 
+NAMES = ("input_scale", "input_global_scale")
+"""The last parts of their names in all schemes."""
+Scales = Mapping[str, np.ndarray]
+
 
 def save(
     folder: Folder,
@@ -112,12 +116,6 @@ def _files(tensors: Mapping[str, np.ndarray], shard_bytes: int) -> dict[str, lis
         return {SINGLE_FILE: shards[0]}
     count = len(shards)
     return {f"model-{i:05}-of-{count:05}.safetensors": names for i, names in enumerate(shards, 1)}
-
-
-NAMES = ("input_scale", "input_global_scale")
-"""The last parts of their names in all schemes."""
-
-Scales = Mapping[str, np.ndarray]
 
 
 def activation_scales(folder: str | os.PathLike[str], scheme: Scheme) -> dict[str, np.ndarray]:

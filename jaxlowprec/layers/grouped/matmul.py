@@ -31,8 +31,8 @@ from jaxlowprec.ops.grouped_matmul.groups import LEAST_TOO_LARGE, cut_to_rows
 from jaxlowprec.ops.grouped_matmul.plain import rows_product
 from jaxlowprec.recipes import silence
 from jaxlowprec.recipes.autocast import FROM_CONTEXT, resolve
+from jaxlowprec.recipes.fields import IN_FLOAT32
 from jaxlowprec.recipes.roles import Recipe, Roles
-from jaxlowprec.recipes.sums import IN_FLOAT32
 from jaxlowprec.telemetry import probes
 from jaxlowprec.wiring.out_sharding import resharded, sharding_of
 

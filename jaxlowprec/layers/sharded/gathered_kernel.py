@@ -22,8 +22,8 @@ from jaxlowprec.ops.byte_collectives import Axes, names_of
 from jaxlowprec.ops.checks import last_axis, mesh_axes
 from jaxlowprec.ops.sums.kinds import SumKind, sums_of
 from jaxlowprec.recipes.autocast import FROM_CONTEXT, resolve
+from jaxlowprec.recipes.fields import IN_FLOAT32
 from jaxlowprec.recipes.roles import ModuleType, Recipe
-from jaxlowprec.recipes.sums import IN_FLOAT32
 
 
 def all_gather_kernel(

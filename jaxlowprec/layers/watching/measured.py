@@ -13,8 +13,7 @@ from jaxlowprec.layers.operands import Gemms, both_ways, groups_both_ways, role_
 from jaxlowprec.layers.residuals import in_profiles
 from jaxlowprec.recipes.roles import Roles
 from jaxlowprec.telemetry import measuring, probes
-from jaxlowprec.telemetry.group_sampling import RowsByWeights, WithinGroups
-from jaxlowprec.telemetry.sampling import Gemm, Operand
+from jaxlowprec.telemetry.sampling import Gemm, Operand, RowsByWeights, WithinGroups
 
 
 class Measured(NamedTuple):

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxlowprec.layers.layer_call import LayerCall
 from jaxlowprec.recipes.roles import Recipe
 from jaxlowprec.telemetry import scopes
-from jaxlowprec.telemetry.choices import Choices
+from jaxlowprec.telemetry.scopes import Choices
 from jaxlowprec.telemetry.second_moments import SecondMoments
 from jaxlowprec.telemetry.taps import Taps, tap
 

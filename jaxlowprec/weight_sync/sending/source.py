@@ -23,8 +23,7 @@ from jaxlowprec.checkpoints.trees.leaf_tensors import LeafTensors, about
 from jaxlowprec.checkpoints.trees.mapping import TreeMapping
 from jaxlowprec.checkpoints.trees.tree_paths import leaves
 from jaxlowprec.checkpoints.trees.trees import check_scales, with_scales
-from jaxlowprec.weight_sync.described import described
-from jaxlowprec.weight_sync.manifest import Entry, Manifest
+from jaxlowprec.weight_sync.manifest import Entry, Manifest, described
 
 PARTS = ("data", "scale", "amax", "zero_point", "signs")
 """The arrays of a QuantizedArray; each is sent if it exists."""

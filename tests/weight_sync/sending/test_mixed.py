@@ -13,7 +13,7 @@ from jaxlowprec.checkpoints.conversion.rules import DEFAULTS, Rules
 from jaxlowprec.checkpoints.schemes.mixed import ConfigGroup, Mixed
 from jaxlowprec.checkpoints.trees import trees
 from jaxlowprec.weight_sync import DirectoryTransport, InProcess, Manifest, Receiver, Refused, WeightSource, push
-from jaxlowprec.weight_sync.described import described, scheme_of
+from jaxlowprec.weight_sync.manifest import described, scheme_of
 from tests.checkpoints.small_models import read_config, read_tensors
 from tests.eager import jlp
 from tests.helpers import assert_same_bytes

@@ -17,7 +17,7 @@ from jaxlowprec.checkpoints.schemes import by_name
 from jaxlowprec.checkpoints.trees import trees
 from jaxlowprec.weight_sync import WeightSource
 from jaxlowprec.weight_sync.bucket import entry_of
-from jaxlowprec.weight_sync.described import described
+from jaxlowprec.weight_sync.manifest import described
 from tests.checkpoints.weights import SCHEMES
 from tests.eager import jlp
 from tests.helpers import run_python
