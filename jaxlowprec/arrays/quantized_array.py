@@ -155,7 +155,7 @@ class QuantizedArray:
 
     def dequantize(self, dtype: Any = None) -> jax.Array:
         """See `jaxlowprec.dequantize`."""
-        from jaxlowprec.ops.dequantize.api import dequantize  # the op builds on this class
+        from jaxlowprec.ops.dequantize import dequantize  # the op builds on this class
 
         return dequantize(self, dtype)
 

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jaxlowprec.arguments import one_of
 from jaxlowprec.arrays.formats import Format
 from jaxlowprec.layers.delayed_scaling import init_state
-from jaxlowprec.layers.grouped.matmul import grouped_matmul
+from jaxlowprec.layers.grouped_matmul import grouped_matmul
 from jaxlowprec.layers.linear import linear
 from jaxlowprec.layers.operands import Gemms
 from jaxlowprec.ops.scaled_matmul import cuda

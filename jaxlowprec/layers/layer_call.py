@@ -21,16 +21,15 @@ from jaxlowprec.arguments import a_text, shown
 from jaxlowprec.arrays.formats import Format
 from jaxlowprec.arrays.quantized_array import QuantizedArray, check_quantized
 from jaxlowprec.layers import delayed_scaling, weight_only
+from jaxlowprec.layers.accumulating import Sum, sum_for
 from jaxlowprec.layers.low_rank import LoRAKernel
 from jaxlowprec.layers.operands import weight_both_ways
 from jaxlowprec.layers.product import Product, ProductSpec, QuantizedKernel, States
 from jaxlowprec.layers.quantized_matmul import quantized_matmuls, recording
 from jaxlowprec.layers.residuals import in_profiles
-from jaxlowprec.layers.watching.accumulating import Sum, sum_for
-from jaxlowprec.ops.checks import FLOATS
-from jaxlowprec.ops.precision import checked_precision
+from jaxlowprec.ops.checks import FLOATS, checked_precision
 from jaxlowprec.ops.quantize.checks import part_unit
-from jaxlowprec.ops.quantize.keys import Randomness, check_key, key_words, keyless_seed, slice_words
+from jaxlowprec.ops.quantize.random_bits import Randomness, check_key, key_words, keyless_seed, slice_words
 from jaxlowprec.ops.split_rows import merged_rows, split_rows
 from jaxlowprec.recipes import silence
 from jaxlowprec.recipes.autocast import FROM_CONTEXT, resolve
@@ -38,7 +37,7 @@ from jaxlowprec.recipes.fields import IN_FLOAT32, Sums
 from jaxlowprec.recipes.roles import Recipe, Roles
 from jaxlowprec.recipes.transformer_engine import Calibrating
 from jaxlowprec.telemetry import probes
-from jaxlowprec.wiring.out_sharding import dimensions_of, resharded, sharding_of, sharding_of_product
+from jaxlowprec.wiring.sharding_rule import dimensions_of, resharded, sharding_of, sharding_of_product
 
 
 class Prepared(NamedTuple):

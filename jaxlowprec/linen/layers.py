@@ -37,7 +37,6 @@ from jaxlowprec.layers.delayed_scaling import (
     used_in_a_transformation,
 )
 from jaxlowprec.layers.dot_general import axes_in_order, dot_general, einsum, einsum_of_layer, linear_general
-from jaxlowprec.layers.fused.shared_input import Layer
 from jaxlowprec.layers.layer_call import (
     check_own_product,
     computes_own_product,
@@ -47,6 +46,7 @@ from jaxlowprec.layers.layer_call import (
 )
 from jaxlowprec.layers.linear import QuantizedKernel, kernel_matrices, linear, quantize_kernel
 from jaxlowprec.layers.low_rank import LoRAKernel, is_quantized, without_adapter
+from jaxlowprec.layers.shared_input import Layer
 from jaxlowprec.layers.subscripts import kernel_axes_in_result
 from jaxlowprec.ops.checks import FLOATS, layer_inputs
 from jaxlowprec.recipes.autocast import FROM_CONTEXT, resolve

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jaxtyping import Array, Float, Int
 
-from jaxlowprec.layers.fused.mlp_product import Saved
+from jaxlowprec.layers.fused_mlp_product import Saved
 from jaxlowprec.linen import grouped
 from jaxlowprec.linen.layers import Dense, promoted_inputs
 from jaxlowprec.moe.grouped_linear import common_inputs, fused_experts, hidden_activation

@@ -21,7 +21,7 @@ from jaxlowprec.arrays.quantized_array import QuantizedArray
 from jaxlowprec.layers.layer_call import own_product
 from jaxlowprec.layers.low_rank import LoRAKernel, without_adapter
 from jaxlowprec.layers.subscripts import KernelAxes, has_matrices, kernel_axes
-from jaxlowprec.layers.watching.seeing import seeing_calls
+from jaxlowprec.layers.watched import seeing_calls
 from jaxlowprec.layers.weight_only import check_whole_blocks
 from jaxlowprec.linen import converting as linen_converting
 from jaxlowprec.linen.convolution import conv_axes, windows_of

@@ -11,7 +11,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jaxlowprec.arguments import a_text
-from jaxlowprec.layers.fused.mlp_product import Saved
+from jaxlowprec.layers.fused_mlp_product import Saved
 from jaxlowprec.moe.grouped_linear import common_inputs, fused_experts, hidden_activation
 from jaxlowprec.moe.mixture import Exchange, Groups, MoEAux, Settings, check_block, mixture
 from jaxlowprec.moe.router import RouterConfig

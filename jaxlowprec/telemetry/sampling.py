@@ -18,12 +18,12 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from jaxlowprec.arrays.quantized_array import QuantizedArray
-from jaxlowprec.ops.dequantize.api import dequantize
+from jaxlowprec.ops.dequantize import dequantize
 from jaxlowprec.ops.grouped_matmul.api import GroupedQuantizedArray
 from jaxlowprec.ops.grouped_matmul.groups import Groups, Slots
 from jaxlowprec.ops.grouped_matmul.in_slots import in_slots, taken_rows
 from jaxlowprec.ops.split_rows import merged_columns
-from jaxlowprec.wiring.out_sharding import replicated, sharding_of
+from jaxlowprec.wiring.sharding_rule import replicated, sharding_of
 
 LINES = 16
 """Lines that are taken of an operand, if it has so many."""

@@ -147,7 +147,7 @@ def upwards(name):
 def test_imports_point_one_way():
     found = {name: modules for name in MODULES[1:] if (modules := upwards(name))}
     # QuantizedArray.dequantize() is the op's shorthand, looked up when it is called.
-    assert found == {"jaxlowprec.arrays.quantized_array": {"jaxlowprec.ops.dequantize.api"}}
+    assert found == {"jaxlowprec.arrays.quantized_array": {"jaxlowprec.ops.dequantize"}}
 
 
 MOST_POSITIONAL = 7

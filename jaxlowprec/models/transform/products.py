@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxlowprec.layers.convolution import Windows
 from jaxlowprec.layers.dot_general import dot_general
-from jaxlowprec.layers.grouped.matmul import grouped_matmul
+from jaxlowprec.layers.grouped_matmul import grouped_matmul
 from jaxlowprec.layers.low_rank import LoRAKernel, is_quantized, without_adapter
 from jaxlowprec.models.transform.weights import Weight
 from jaxlowprec.ops.checks import FLOATS

@@ -17,18 +17,18 @@ from jaxlowprec.layers import delayed_scaling, weight_only
 from jaxlowprec.layers.layer_call import LayerCall, must_merge
 from jaxlowprec.layers.linear import checked_call, linear
 from jaxlowprec.layers.low_rank import LoRAKernel
-from jaxlowprec.layers.normed_input import NormedInput
+from jaxlowprec.layers.producers import NormedInput
 from jaxlowprec.layers.product import QuantizedKernel
 from jaxlowprec.layers.quantized_matmul import quantized_matmuls
 from jaxlowprec.layers.residuals import in_profiles
-from jaxlowprec.layers.watching.watched import is_watched
+from jaxlowprec.layers.watched import is_watched
 from jaxlowprec.ops.checks import a_sharding, float_array
 from jaxlowprec.ops.norms.api import Norm
-from jaxlowprec.ops.quantize.keys import check_key
+from jaxlowprec.ops.quantize.random_bits import check_key
 from jaxlowprec.ops.split_rows import merged_rows
 from jaxlowprec.recipes.autocast import FROM_CONTEXT
 from jaxlowprec.recipes.roles import Recipe
-from jaxlowprec.wiring.out_sharding import resharded, sharding_of
+from jaxlowprec.wiring.sharding_rule import resharded, sharding_of
 
 
 class Layer(NamedTuple):

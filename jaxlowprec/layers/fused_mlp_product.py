@@ -14,9 +14,8 @@ import jax
 
 from jaxlowprec.arguments import shown
 from jaxlowprec.arrays.formats import MXFP8
-from jaxlowprec.layers.fused.quantized_activation import quantized_gradients, quantized_hidden
-from jaxlowprec.layers.normed_input import input_gradients, inputs_of, like_input
 from jaxlowprec.layers.operands import for_both_ways
+from jaxlowprec.layers.producers import input_gradients, inputs_of, like_input, quantized_gradients, quantized_hidden
 from jaxlowprec.layers.product import (
     Input,
     KeptProduct,
@@ -51,9 +50,9 @@ from jaxlowprec.layers.residuals import (
 from jaxlowprec.layers.rows import AllRows, RowsInGroups
 from jaxlowprec.ops.activations import api as ops
 from jaxlowprec.ops.activations.reference import RULES
-from jaxlowprec.ops.amax.wanted import Amaxes
+from jaxlowprec.ops.amax import Amaxes
 from jaxlowprec.ops.quantize.api import quantize
-from jaxlowprec.wiring.out_sharding import resharded, sharding_of
+from jaxlowprec.wiring.sharding_rule import resharded, sharding_of
 
 Saved = Literal["quantized", "8bit", "recompute"]
 """What an MLP keeps of its hidden layer; see `mlp`."""

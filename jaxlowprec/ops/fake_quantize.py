@@ -12,10 +12,9 @@ from jaxtyping import Array, Float
 from jaxlowprec.arguments import one_of
 from jaxlowprec.arrays.formats import Format
 from jaxlowprec.arrays.quantized_array import QuantizedArray
-from jaxlowprec.ops.checks import last_axis
-from jaxlowprec.ops.dequantize.api import dequantize
-from jaxlowprec.ops.implementation import Implementation, check_implementation
-from jaxlowprec.ops.int4.api import clipped_int4, fake_quantize_int4
+from jaxlowprec.ops.checks import Implementation, check_implementation, last_axis
+from jaxlowprec.ops.dequantize import dequantize
+from jaxlowprec.ops.int4.op import clipped_int4, fake_quantize_int4
 from jaxlowprec.ops.quantize.api import quantize
 from jaxlowprec.ops.quantize.checks import check_holds, check_length, quantizable
 

@@ -12,19 +12,19 @@ from jaxtyping import Array, Float, Int
 from jaxlowprec import wiring
 from jaxlowprec.arrays.quantized_array import QuantizedArray
 from jaxlowprec.layers import delayed_scaling
-from jaxlowprec.layers.fused.mlp import check_hidden, check_mlp, composed
-from jaxlowprec.layers.fused.mlp_product import Activation, MlpSpec, Saved, quantized_mlp
-from jaxlowprec.layers.fused.shared_input import Layer, check_list, joined, layers_of, share_their_input
-from jaxlowprec.layers.grouped.matmul import checked_groups, checked_sizes, groups_product, prepared_groups
+from jaxlowprec.layers.fused_mlp import check_hidden, check_mlp, composed
+from jaxlowprec.layers.fused_mlp_product import Activation, MlpSpec, Saved, quantized_mlp
+from jaxlowprec.layers.grouped_matmul import checked_groups, checked_sizes, groups_product, prepared_groups
 from jaxlowprec.layers.layer_call import LayerCall, Prepared
 from jaxlowprec.layers.linear import features_of
 from jaxlowprec.layers.product import QuantizedKernel
 from jaxlowprec.layers.residuals import in_profiles
-from jaxlowprec.layers.watching.watched import is_watched
+from jaxlowprec.layers.shared_input import Layer, check_list, joined, layers_of, share_their_input
+from jaxlowprec.layers.watched import is_watched
 from jaxlowprec.ops.checks import float_array, float_dtype
 from jaxlowprec.recipes.autocast import FROM_CONTEXT
 from jaxlowprec.recipes.roles import Recipe
-from jaxlowprec.wiring.out_sharding import sharding_of
+from jaxlowprec.wiring.sharding_rule import sharding_of
 
 _Checked = tuple[Any, Any, LayerCall]
 """A layer's kernels, bias and call."""

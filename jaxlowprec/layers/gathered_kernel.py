@@ -13,11 +13,11 @@ from jaxtyping import Array, Float
 
 from jaxlowprec import wiring
 from jaxlowprec.arguments import a_text
+from jaxlowprec.layers.collectives import all_gather_quantized
 from jaxlowprec.layers.layer_call import sum_randomness
 from jaxlowprec.layers.linear import check_kernel_to_quantize, quantized_once
 from jaxlowprec.layers.product import QuantizedKernel, summed
 from jaxlowprec.layers.residuals import in_profiles
-from jaxlowprec.layers.sharded.collectives import all_gather_quantized
 from jaxlowprec.ops.byte_collectives import Axes, names_of
 from jaxlowprec.ops.checks import last_axis, mesh_axes
 from jaxlowprec.ops.sums.kinds import SumKind, sums_of

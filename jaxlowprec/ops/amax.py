@@ -1,18 +1,34 @@
-"""Which amaxes are wanted of an array: for the amax op, and for ops that give the amaxes of their results."""
+"""Tensor amax (numerics.md 1), an operand of quantisation.
+
+It is computed apart from the cast, so that a mesh reduces it before the cast.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Float
 
+from jaxlowprec import wiring
 from jaxlowprec.arrays.formats import BLOCK
 from jaxlowprec.arrays.hadamard import Hadamard
-from jaxlowprec.ops.amax import reference
-from jaxlowprec.ops.rounding import from_bits, magnitude_bits
+from jaxlowprec.ops.checks import Implementation, choose
+from jaxlowprec.ops.hadamard import rotate_padded
+from jaxlowprec.ops.rounding import (
+    INFINITY_BITS,
+    MIN_NORMAL_BITS,
+    NAN_BITS,
+    from_bits,
+    magnitude_bits,
+    rounded,
+    widened,
+)
 from jaxlowprec.ops.split_rows import merged_rows
 
 
@@ -87,8 +103,67 @@ class Amaxes:
         if not self.count:
             return []
         x = self.matrix(x)
-        plain = [reference.amax(x)] if self.plain else []
-        return plain + ([reference.rotated_amax(x, self.hadamard)] if self.hadamard else [])
+        plain = [amax_of_matrices(x)] if self.plain else []
+        return plain + ([rotated_amax(x, self.hadamard)] if self.hadamard else [])
 
 
 NO_AMAXES = Amaxes(plain=False)
+
+
+def amax_of_matrices(x: jax.Array) -> jax.Array:
+    """[..., R, C] -> float32 [...]: the largest magnitude; subnormals are 0, NaN the quiet NaN and above all."""
+    bits = magnitude_bits(widened(x)).max(axis=(-2, -1), initial=0)
+    bits = jnp.where(bits > INFINITY_BITS, NAN_BITS, bits)
+    return from_bits(jnp.where(bits < MIN_NORMAL_BITS, 0, bits))
+
+
+def rotated_amax(x: jax.Array, hadamard: Hadamard) -> jax.Array:
+    """The amax after the rotation along axis -2, rounded to x's dtype."""
+    return amax_of_matrices(
+        rotate_padded(rounded(jnp.swapaxes(x, -1, -2)), hadamard)
+    )  # x may be a product in the same program
+
+
+def native_call(amaxes: Amaxes, x: jax.Array, vmap_method: str | None = None) -> Sequence[Any]:
+    """The kernel on x [..., R, C]. `vmap_method`: of `jax.ffi.ffi_call`."""
+    results = [jax.ShapeDtypeStruct(x.shape[:-2], jnp.float32)] * amaxes.count
+    return jax.ffi.ffi_call("jaxlowprec_amax", results, vmap_method=vmap_method)(x, **amaxes.attributes)
+
+
+@functools.cache
+def amax_op(amaxes: Amaxes, implementation: Implementation):
+    """x [..., R, C], or [..., S, R, C] -> the amaxes, float32 [...] each."""
+    return wiring.define(
+        "jaxlowprec_amax",
+        rule=wiring.ShardingRule(
+            f"{amaxes.lines} c -> {', '.join(['...'] * amaxes.count)}",
+            reductions=amaxes.reductions,
+            whole=amaxes.whole,
+            **amaxes.sizes,
+        ),
+        outputs=lambda x: amaxes.outputs(x),
+        reference=lambda x: amaxes.reference(x),
+        native=lambda x: native_call(amaxes, amaxes.matrix(x)),
+        collective=largest_over,
+        **choose("quantize", implementation),
+    )
+
+
+def amax(
+    x: Float[Array, "*B R C"],
+    plain: bool,
+    hadamard: Hadamard | None,
+    implementation: Implementation = None,
+    rows_split: bool = False,
+) -> list[Float[Array, "*B"]]:
+    """The largest magnitude of each slice in float32, in one pass over x. NaN or infinity anywhere is never lost.
+
+    Arguments:
+        x: bfloat16, float16 or float32.
+        plain: whether the amax of x itself is wanted; it comes first.
+        hadamard: a rotation of size 16 along axis -2; the amax of the rotated x is wanted, too; or None.
+        implementation: None, "ffi" or "reference".
+        rows_split: x is [..., S, R, C], one tensor whose rows are split into S parts of whole rotations.
+    """
+    wanted = Amaxes(plain, hadamard, rows_split).of_rows(x.shape[-2])
+    return list(amax_op(wanted, implementation)(jax.lax.stop_gradient(x)))

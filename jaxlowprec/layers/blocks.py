@@ -11,10 +11,10 @@ import jax
 import jax.numpy as jnp
 
 from jaxlowprec.arguments import one_of, shown
-from jaxlowprec.layers.fused.mlp import mlp_of, separate_mlp
-from jaxlowprec.layers.fused.mlp_product import Activation, Saved
-from jaxlowprec.layers.fused.shared_input import Layer, linears_of
-from jaxlowprec.layers.watching.seeing import calls_are_seen
+from jaxlowprec.layers.fused_mlp import mlp_of, separate_mlp
+from jaxlowprec.layers.fused_mlp_product import Activation, Saved
+from jaxlowprec.layers.shared_input import Layer, linears_of
+from jaxlowprec.layers.watched import calls_are_seen
 from jaxlowprec.ops.checks import layer_inputs
 from jaxlowprec.ops.norms.api import Norm, checked_norm
 

@@ -15,7 +15,7 @@ from jaxlowprec import wiring
 from jaxlowprec.arguments import one_of, shown
 from jaxlowprec.arrays.quantized_array import QuantizedArray
 from jaxlowprec.layers import delayed_scaling
-from jaxlowprec.layers.fused.mlp_product import (
+from jaxlowprec.layers.fused_mlp_product import (
     Activation,
     MlpSpec,
     Saved,
@@ -24,7 +24,13 @@ from jaxlowprec.layers.fused.mlp_product import (
     operands_of,
     quantized_mlp,
 )
-from jaxlowprec.layers.fused.shared_input import (
+from jaxlowprec.layers.layer_call import LayerCall
+from jaxlowprec.layers.linear import features_of
+from jaxlowprec.layers.low_rank import LoRAKernel
+from jaxlowprec.layers.producers import NormedInput
+from jaxlowprec.layers.product import QuantizedKernel
+from jaxlowprec.layers.residuals import QUANTIZED_WEIGHT, in_profiles
+from jaxlowprec.layers.shared_input import (
     Layer,
     alone_in_any_case,
     check_list,
@@ -34,19 +40,13 @@ from jaxlowprec.layers.fused.shared_input import (
     share_their_input,
     tokens_of,
 )
-from jaxlowprec.layers.layer_call import LayerCall
-from jaxlowprec.layers.linear import features_of
-from jaxlowprec.layers.low_rank import LoRAKernel
-from jaxlowprec.layers.normed_input import NormedInput
-from jaxlowprec.layers.product import QuantizedKernel
-from jaxlowprec.layers.residuals import QUANTIZED_WEIGHT, in_profiles
-from jaxlowprec.layers.watching.watched import is_watched
+from jaxlowprec.layers.watched import is_watched
 from jaxlowprec.ops.activations.api import ACTIVATIONS
 from jaxlowprec.ops.checks import a_sharding, float_array
 from jaxlowprec.ops.norms.api import Norm
 from jaxlowprec.recipes.autocast import FROM_CONTEXT
 from jaxlowprec.recipes.roles import Recipe
-from jaxlowprec.wiring.out_sharding import resharded
+from jaxlowprec.wiring.sharding_rule import resharded
 
 
 def mlp(

@@ -1,9 +1,13 @@
-"""A layer's product within a block that watches it (`debug`, calibration) or chooses its recipe (`find_policy`)."""
+"""Blocks that watch a layer's product (`debug`, calibration), choose its recipe (`find_policy`), or see each call of a
+layer, so that no function may compute for several (`explain` of a Linen model).
+"""
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -84,3 +88,21 @@ def _under(recipe: Recipe | None, call: LayerCall, compute: Compute, x: Any, w: 
         return y.astype(dtype), state
 
     return under
+
+
+_current: contextvars.ContextVar[bool] = contextvars.ContextVar("seeing", default=False)
+
+
+@contextlib.contextmanager
+def seeing_calls() -> Iterator[None]:
+    """Within the block, blocks of layers call each of them."""
+    token = _current.set(True)
+    try:
+        yield
+    finally:
+        _current.reset(token)
+
+
+def calls_are_seen() -> bool:
+    """Whether such a block has been entered."""
+    return _current.get()
