@@ -278,9 +278,9 @@ def test_a_machine_without_such_memory_is_told_so(stub, monkeypatch, tmp_path):
 def test_files_of_a_killed_trainer_are_removed(stub):
     code = """
 import pathlib, sys, time
-from jaxlowprec.weight_sync.engines import torch_memory
-torch_memory.SHARED_MEMORY = pathlib.Path(sys.argv[1])
-held = torch_memory.SharedBytes(10)
+from jaxlowprec.weight_sync.engines import torch_payload
+torch_payload.SHARED_MEMORY = pathlib.Path(sys.argv[1])
+held = torch_payload.SharedBytes(10)
 print(held.name, flush=True)
 time.sleep(60)
 """
