@@ -22,8 +22,16 @@ def module_of(file):
 
 
 def imports_of(tree, modules):
-    """The modules of the package that one module imports, with the line: inside functions and blocks as well."""
+    """The modules of the package that one module imports when it runs: inside functions too, but not for types only."""
+    for_types = {
+        inner
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+        for inner in ast.walk(node)
+    }
     for node in ast.walk(tree):
+        if node in for_types:
+            continue
         if isinstance(node, ast.ImportFrom):
             for alias in node.names:
                 whole = f"{node.module}.{alias.name}"

@@ -13,9 +13,9 @@ import numpy as np
 from flax import linen as nn
 
 from jaxlowprec.arguments import shown
-from jaxlowprec.layers.layer_call import own_product
+from jaxlowprec.layers.flax_layers import own_product, windows_of
 from jaxlowprec.layers.subscripts import has_matrices
-from jaxlowprec.linen.convolution import Conv, conv, windows_of
+from jaxlowprec.linen.convolution import Conv, conv
 from jaxlowprec.linen.grouped import GroupedDense
 from jaxlowprec.linen.layers import Dense, DenseGeneral, Einsum, attend, base_call, dense, dense_general, layer_einsum
 from jaxlowprec.recipes import silence

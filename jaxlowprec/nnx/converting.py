@@ -6,9 +6,8 @@ from typing import Any
 
 from flax import nnx
 
-from jaxlowprec.layers.layer_call import own_product
+from jaxlowprec.layers.flax_layers import own_product, windows_of
 from jaxlowprec.layers.subscripts import has_matrices
-from jaxlowprec.linen.convolution import windows_of
 from jaxlowprec.nnx.convolution import Conv
 from jaxlowprec.nnx.einsum import Einsum, Embed
 from jaxlowprec.nnx.grouped import GroupedLinear

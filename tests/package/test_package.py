@@ -150,6 +150,13 @@ def test_imports_point_one_way():
     assert found == {"jaxlowprec.arrays.quantized_array": {"jaxlowprec.ops.dequantize"}}
 
 
+def test_linen_and_nnx_do_not_import_each_other():
+    for room, other in (("linen", "nnx"), ("nnx", "linen")):
+        names = [name for name in MODULES if name.split(".")[1:2] == [room]]
+        found = {module for name in names for module in imported(tree_of(name), name)}
+        assert names and not any(module.split(".")[:2] == ["jaxlowprec", other] for module in found), room
+
+
 MOST_POSITIONAL = 7
 WITH_MORE = {"jaxlowprec.ops.quantize.api.quantize"}  # whose signature is public
 
