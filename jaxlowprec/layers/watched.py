@@ -16,8 +16,7 @@ import jax.numpy as jnp
 from jaxlowprec.layers.layer_call import LayerCall
 from jaxlowprec.recipes.roles import Recipe
 from jaxlowprec.telemetry import scopes
-from jaxlowprec.telemetry.scopes import Choices
-from jaxlowprec.telemetry.second_moments import SecondMoments
+from jaxlowprec.telemetry.scopes import Choices, SecondMoments
 from jaxlowprec.telemetry.taps import Taps, tap
 
 Compute = Callable[[LayerCall, Any, Any], tuple[jax.Array, Any]]

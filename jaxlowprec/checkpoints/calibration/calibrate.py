@@ -31,7 +31,7 @@ from jaxlowprec.checkpoints.files.written_whole import TEMPORARY_PREFIX
 from jaxlowprec.checkpoints.tokens import Rows, rows_of
 from jaxlowprec.checkpoints.trees.rule import EXPERT
 from jaxlowprec.models.decoder.config import DecoderConfig
-from jaxlowprec.telemetry.second_moments import Inputs, added
+from jaxlowprec.telemetry.scopes import Inputs, added
 
 _EXPERT = re.compile(r"(?s)(.*\.experts\.)(\d+)(\..*)")
 

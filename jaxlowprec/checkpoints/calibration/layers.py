@@ -21,8 +21,7 @@ from jaxlowprec.checkpoints.files.folder import CheckpointFolder
 from jaxlowprec.models.decoder.attention import Parts
 from jaxlowprec.models.decoder.config import DecoderConfig
 from jaxlowprec.models.decoder.model import Decoder, Layer, log_probabilities
-from jaxlowprec.telemetry.scopes import entered
-from jaxlowprec.telemetry.second_moments import Inputs, SecondMoments
+from jaxlowprec.telemetry.scopes import Inputs, SecondMoments, entered
 
 _DTYPE = jnp.dtype(jnp.float32)
 
