@@ -25,7 +25,7 @@ from timing import Cases, alternate, keep_memory, save
 import jaxlowprec as jlp
 from jaxlowprec.ops.activations.api import activated, activation_gradients
 from jaxlowprec.ops.activations.quantized import quantized_activation, quantized_activation_gradients
-from jaxlowprec.ops.amax.wanted import Amaxes
+from jaxlowprec.ops.amax import Amaxes
 from jaxlowprec.ops.norms.api import NormSpec, normed
 from jaxlowprec.ops.norms.quantized import quantized_norm
 from jaxlowprec.wiring import native

@@ -29,8 +29,8 @@ from lm.training import Schedule
 
 import jaxlowprec as jlp
 from jaxlowprec import checkpoints
-from jaxlowprec.checkpoints.decoders import exports, folders
-from jaxlowprec.checkpoints.decoders.tokens import encoded_file, tokens_of
+from jaxlowprec.checkpoints import decoders
+from jaxlowprec.checkpoints.tokens import encoded_file, tokens_of
 from jaxlowprec.models.decoder.config import CONFIG, DecoderConfig
 from jaxlowprec.models.decoder.generate import Generator
 from jaxlowprec.models.decoder.model import Decoder
@@ -161,7 +161,7 @@ def main() -> None:
 def loaded(options: argparse.Namespace) -> Decoder:
     """The model. Ends the program if its files are missing or wrong: nothing has been written yet."""
     try:
-        return folders.load(options.model, dtype=options.dtype)
+        return decoders.load(options.model, dtype=options.dtype)
     except ValueError as error:
         raise SystemExit(f"finetune.py: error: {error}") from None
 
@@ -178,20 +178,20 @@ def write(options: argparse.Namespace, decoder: Decoder, recipe: jlp.Recipe | No
     out = options.out
     if options.recipe == "int4_qat":
         scheme = checkpoints.schemes.by_name("w4a16", group_size=options.group_size)
-        exports.export(options.model, out / "export", jlp.quantize_params(decoder, recipe), scheme)
+        decoders.export(options.model, out / "export", jlp.quantize_params(decoder, recipe), scheme)
     elif options.recipe == "qlora":
-        exports.export_adapters(options.model, out / "adapters", decoder, options.rank, options.alpha)
-        exports.export(options.model, out / "export", jlp.nnx.merge_lora(decoder))
+        decoders.export_adapters(options.model, out / "adapters", decoder, options.rank, options.alpha)
+        decoders.export(options.model, out / "export", jlp.nnx.merge_lora(decoder))
     elif options.export == "bf16":
-        exports.export(options.model, out / "export", decoder)
+        decoders.export(options.model, out / "export", decoder)
     else:
-        exports.export(options.model, out / "bf16", decoder)
+        decoders.export(options.model, out / "bf16", decoder)
         checkpoints.convert(out / "bf16", out / "export", checkpoints.schemes.by_name("nvfp4"))
 
 
 def sample(options: argparse.Namespace) -> str:
     """A text that the exported model continues."""
-    decoder = folders.load(options.out / "export", dtype=options.dtype, param_dtype=jnp.bfloat16)
+    decoder = decoders.load(options.out / "export", dtype=options.dtype, param_dtype=jnp.bfloat16)
     prompt = options.vocabulary.encode(options.prompt)
     written = Generator(decoder, len(prompt) + options.tokens)([prompt], options.tokens)
     return options.prompt + options.vocabulary.decode(written.tokens[0])

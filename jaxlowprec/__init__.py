@@ -13,21 +13,20 @@ from jaxlowprec.layers.dot_general import dot_general, einsum
 from jaxlowprec.layers.linear import linear, quantize_kernel
 from jaxlowprec.layers.product import QuantizedKernel
 from jaxlowprec.layers.residuals import CHECKPOINT_NAMES
-from jaxlowprec.ops.dequantize.api import dequantize
-from jaxlowprec.ops.fake_quantize.api import fake_quantize
-from jaxlowprec.ops.hadamard.api import hadamard_transform
+from jaxlowprec.ops.dequantize import dequantize
+from jaxlowprec.ops.fake_quantize import fake_quantize
+from jaxlowprec.ops.hadamard import hadamard_transform
 from jaxlowprec.ops.norms.api import layer_norm, rms_norm
 from jaxlowprec.ops.quantize.api import quantize, quantize_both
 from jaxlowprec.ops.scaled_matmul.api import scaled_matmul
 from jaxlowprec.recipes.autocast import autocast, current_recipe
+from jaxlowprec.recipes.composed import PerGemm, PerLayer
 from jaxlowprec.recipes.custom import Custom, QuantizerRole
 from jaxlowprec.recipes.eden import NVFP4Eden
-from jaxlowprec.recipes.per_gemm import PerGemm
-from jaxlowprec.recipes.per_layer import PerLayer
+from jaxlowprec.recipes.fields import Sums
 from jaxlowprec.recipes.qat import DEFAULT_EXCLUDE, Int4QAT, WeightQAT
 from jaxlowprec.recipes.roles import MMParams, QParams, Recipe, Role, Roles
 from jaxlowprec.recipes.schedules import RecipeSchedule, recipe_schedule
-from jaxlowprec.recipes.sums import Sums
 from jaxlowprec.recipes.transformer_engine import (
     DelayedScaling,
     Float8BlockScaling,
@@ -39,12 +38,12 @@ from jaxlowprec.recipes.transformer_engine import (
 if TYPE_CHECKING:
     from jaxlowprec import checkpoints, debug, linen, lora, moe, nnx, rl, traffic, weight_sync
     from jaxlowprec.diagnostics.support import Supported, supported
-    from jaxlowprec.layers.fused.mlp import mlp
-    from jaxlowprec.layers.fused.shared_input import linears
-    from jaxlowprec.layers.grouped.matmul import grouped_matmul, ragged_dot
-    from jaxlowprec.layers.grouped.mlp import grouped_mlp
-    from jaxlowprec.layers.sharded.collectives import all_gather_quantized, all_to_all_quantized
-    from jaxlowprec.layers.sharded.gathered_kernel import all_gather_kernel
+    from jaxlowprec.layers.collectives import all_gather_quantized, all_to_all_quantized
+    from jaxlowprec.layers.fused_mlp import mlp
+    from jaxlowprec.layers.gathered_kernel import all_gather_kernel
+    from jaxlowprec.layers.grouped_matmul import grouped_matmul, ragged_dot
+    from jaxlowprec.layers.grouped_mlp import grouped_mlp
+    from jaxlowprec.layers.shared_input import linears
     from jaxlowprec.linen.hooks import flax_dot_general_cls
     from jaxlowprec.models.accumulation import accumulate_gradients
     from jaxlowprec.models.explain import explain
@@ -55,7 +54,7 @@ if TYPE_CHECKING:
     from jaxlowprec.ops.activations.api import geglu, gelu, relu_squared, silu, swiglu
     from jaxlowprec.ops.scaled_matmul.collective import all_gather_matmul, matmul_reduce_scatter
     from jaxlowprec.ops.sums.api import all_reduce_quantized, reduce_scatter_quantized
-    from jaxlowprec.wiring.exporting import disabled_checks
+    from jaxlowprec.wiring.native import disabled_checks
 
 __all__ = [
     "CHECKPOINT_NAMES",
@@ -154,25 +153,25 @@ _FROM = {
     "Policy": "models.find_policy",
     "Supported": "diagnostics.support",
     "accumulate_gradients": "models.accumulation",
-    "all_gather_kernel": "layers.sharded.gathered_kernel",
+    "all_gather_kernel": "layers.gathered_kernel",
     "all_gather_matmul": "ops.scaled_matmul.collective",
-    "all_gather_quantized": "layers.sharded.collectives",
+    "all_gather_quantized": "layers.collectives",
     "all_reduce_quantized": "ops.sums.api",
-    "all_to_all_quantized": "layers.sharded.collectives",
-    "disabled_checks": "wiring.exporting",
+    "all_to_all_quantized": "layers.collectives",
+    "disabled_checks": "wiring.native",
     "explain": "models.explain",
     "find_policy": "models.find_policy",
     "flax_dot_general_cls": "linen.hooks",
     "geglu": "ops.activations.api",
     "gelu": "ops.activations.api",
-    "grouped_matmul": "layers.grouped.matmul",
-    "grouped_mlp": "layers.grouped.mlp",
-    "linears": "layers.fused.shared_input",
+    "grouped_matmul": "layers.grouped_matmul",
+    "grouped_mlp": "layers.grouped_mlp",
+    "linears": "layers.shared_input",
     "matmul_reduce_scatter": "ops.scaled_matmul.collective",
-    "mlp": "layers.fused.mlp",
+    "mlp": "layers.fused_mlp",
     "quantize_matmuls": "models.quantize_matmuls",
     "quantize_params": "models.serving",
-    "ragged_dot": "layers.grouped.matmul",
+    "ragged_dot": "layers.grouped_matmul",
     "reduce_scatter_quantized": "ops.sums.api",
     "relu_squared": "ops.activations.api",
     "silu": "ops.activations.api",

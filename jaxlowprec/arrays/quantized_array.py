@@ -155,7 +155,7 @@ class QuantizedArray:
 
     def dequantize(self, dtype: Any = None) -> jax.Array:
         """See `jaxlowprec.dequantize`."""
-        from jaxlowprec.ops.dequantize.api import dequantize  # the op builds on this class
+        from jaxlowprec.ops.dequantize import dequantize  # the op builds on this class
 
         return dequantize(self, dtype)
 
@@ -263,3 +263,20 @@ def _readable(nbytes: int) -> str:
             break
         value, unit = value / 1024, larger
     return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+
+
+def by_tensor(fmt: Any) -> Any:
+    """The format with an amax per tensor."""
+    return dataclasses.replace(fmt, row_scaled=False)
+
+
+def lines_of(x: jax.Array, axis: int) -> jax.Array:
+    """The lines of x [..., M, K] along `axis` as matrices [..., L, 1, C]."""
+    return (jnp.swapaxes(x, -1, -2) if axis == -2 else x)[..., None, :]
+
+
+def as_matrices(q: QuantizedArray) -> QuantizedArray:
+    """q [..., M, K] with an amax per line as its L lines [..., L, 1, C], along axis -1, with an amax per matrix."""
+    shape = 1, q.matrix_shape[q.axis]
+    data, scale = q.data[..., None, :], q.scale[..., None, :]
+    return dataclasses.replace(q, data=data, scale=scale, format=by_tensor(q.format), matrix_shape=shape, axis=-1)

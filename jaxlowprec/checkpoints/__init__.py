@@ -8,15 +8,12 @@
 from jaxlowprec.checkpoints import gguf, schemes
 from jaxlowprec.checkpoints.conversion.convert import Report, Run, convert, dequantize
 from jaxlowprec.checkpoints.conversion.inspect import InspectedModule, Inspection, WeightError, inspect
-from jaxlowprec.checkpoints.conversion.presets import DEFAULTS
-from jaxlowprec.checkpoints.conversion.rules import Rules
+from jaxlowprec.checkpoints.conversion.rules import DEFAULTS, Rules
 from jaxlowprec.checkpoints.errors import CheckpointError
+from jaxlowprec.checkpoints.families.families import LLAMA, QWEN3_MOE
 from jaxlowprec.checkpoints.families.known import mapping_for
-from jaxlowprec.checkpoints.families.llama import LLAMA
-from jaxlowprec.checkpoints.families.qwen import QWEN3_MOE
-from jaxlowprec.checkpoints.trees.activation_scales import activation_scales
 from jaxlowprec.checkpoints.trees.mapping import Rule, TreeMapping
-from jaxlowprec.checkpoints.trees.trees import load, save
+from jaxlowprec.checkpoints.trees.trees import activation_scales, load, save
 
 __all__ = [
     "DEFAULTS",

@@ -7,11 +7,10 @@ import pathlib
 from collections import Counter
 from collections.abc import Sequence
 
-from jaxlowprec.checkpoints.conversion.calibrating import Calibrated
 from jaxlowprec.checkpoints.conversion.convert import Report, Run
+from jaxlowprec.checkpoints.conversion.plan import Calibrated
 from jaxlowprec.checkpoints.gguf.gguf_file import SUFFIX
-from jaxlowprec.cli.progress import bar, readable
-from jaxlowprec.cli.streams import as_json, emit, say
+from jaxlowprec.cli.streams import as_json, bar, emit, readable, say
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 from jaxlowprec.checkpoints import schemes
 from jaxlowprec.checkpoints.calibration import Calibration, Method
 from jaxlowprec.checkpoints.conversion import convert
-from jaxlowprec.checkpoints.conversion.presets import DEFAULTS
+from jaxlowprec.checkpoints.conversion.rules import DEFAULTS
 from jaxlowprec.checkpoints.errors import CheckpointError
 from jaxlowprec.checkpoints.gguf.exporting import export_gguf, scheme_for_gguf
 from jaxlowprec.checkpoints.gguf.importing import import_gguf

@@ -13,7 +13,6 @@ import jax
 
 from jaxlowprec.arrays.formats import MXFP4, MXFP8, NVFP4, Float8Block, Float8Tensor, Format, Int4
 from jaxlowprec.cli.streams import as_json, emit
-from jaxlowprec.cli.verified import VERIFIED_ON_GPUS
 from jaxlowprec.diagnostics import support
 from jaxlowprec.recipes.eden import NVFP4Eden
 from jaxlowprec.recipes.qat import Int4QAT
@@ -26,6 +25,14 @@ from jaxlowprec.recipes.transformer_engine import (
     NVFP4BlockScaling,
 )
 from jaxlowprec.wiring import native
+
+VERIFIED_ON_GPUS: dict[float, str] = {9.0: "NVIDIA H200"}
+"""The GPUs, by compute capability, on which `tests/gpu` ran and found the kernels right: they count as verified there.
+
+docs/reference/platforms.md names the tests that did not pass or did not run. A line here and
+benchmarks/results/gpu.json are added together: a test compares them.
+"""
+
 
 _PACKAGES = ("jaxlowprec", "jax", "jaxlib", "flax", "numpy", "ml_dtypes")
 

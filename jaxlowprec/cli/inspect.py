@@ -6,13 +6,11 @@ import argparse
 from typing import Any
 
 from jaxlowprec.arguments import cut
-from jaxlowprec.checkpoints.conversion.inspect import InspectedModule, Inspection, inspect
-from jaxlowprec.checkpoints.conversion.plot import plot_sqnr
+from jaxlowprec.checkpoints.conversion.inspect import InspectedModule, Inspection, inspect, plot_sqnr
 from jaxlowprec.checkpoints.errors import CheckpointError
 from jaxlowprec.checkpoints.gguf import inspect_gguf
 from jaxlowprec.cli.conversion import is_gguf
-from jaxlowprec.cli.progress import bar, readable
-from jaxlowprec.cli.streams import as_json, emit, printable
+from jaxlowprec.cli.streams import as_json, bar, emit, printable, readable
 
 _WIDEST = 120  # characters of a column; longer cells stick out, so that a name of a megabyte does not widen every line
 

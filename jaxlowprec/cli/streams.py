@@ -1,4 +1,4 @@
-"""Writes to the command's streams, with characters that any terminal can show."""
+"""Writes to the command's streams, with characters that any terminal can show, and the progress of a command."""
 
 from __future__ import annotations
 
@@ -7,10 +7,15 @@ import json
 import math
 import os
 import sys
+import time
 from collections.abc import Iterable
 from typing import Any
 
+from jaxlowprec.checkpoints.conversion.engine import Progress
 from jaxlowprec.checkpoints.errors import CheckpointError, escaped
+
+_WIDTH = 30
+_LEAST_SECONDS = 0.1
 
 
 def printable(text: str, stream: Any = None) -> str:
@@ -78,3 +83,35 @@ def _leave_unread(stream: Any) -> None:
         os.dup2(unread, stream.fileno())
     finally:
         os.close(unread)
+
+
+class Bar:
+    """Shows the bytes done on standard error, if that is a terminal."""
+
+    def __init__(self):
+        self._shown = -_LEAST_SECONDS
+
+    def __call__(self, done: int, total: int, label: str) -> None:
+        """See `engine.Progress`."""
+        now = time.monotonic()
+        if now - self._shown < _LEAST_SECONDS and done < total:
+            return
+        self._shown = now
+        share = done / total if total else 1.0
+        filled = "#" * int(_WIDTH * share)
+        end = "\n" if done >= total else ""
+        show(f"\r{label} [{filled:{_WIDTH}}] {100 * share:3.0f} %  {readable(done)} of {readable(total)} {end}")
+
+
+def bar(quiet: bool) -> Progress | None:
+    """A progress bar if standard error is a terminal, otherwise None."""
+    return None if quiet or sys.stderr is None or not sys.stderr.isatty() else Bar()
+
+
+def readable(nbytes: float) -> str:
+    """A number of bytes with a unit."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if nbytes < 1024:
+            return f"{nbytes:.0f} B" if unit == "B" else f"{nbytes:.1f} {unit}"
+        nbytes /= 1024
+    return f"{nbytes:.2f} TiB"

@@ -18,12 +18,12 @@ import jax.numpy as jnp
 from jaxlowprec.arguments import one_of
 from jaxlowprec.arrays.formats import Format
 from jaxlowprec.layers.delayed_scaling import init_state
-from jaxlowprec.layers.grouped.matmul import grouped_matmul
+from jaxlowprec.layers.grouped_matmul import grouped_matmul
 from jaxlowprec.layers.linear import linear
 from jaxlowprec.layers.operands import Gemms
 from jaxlowprec.ops.scaled_matmul import cuda
 from jaxlowprec.recipes.autocast import resolve
-from jaxlowprec.recipes.per_layer import PerLayer
+from jaxlowprec.recipes.composed import PerLayer
 from jaxlowprec.recipes.qat import QAT
 from jaxlowprec.recipes.roles import GEMMS, Recipe, Roles
 from jaxlowprec.recipes.transformer_engine import Calibrating

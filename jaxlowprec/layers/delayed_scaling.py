@@ -18,6 +18,7 @@ a gradient of zeros, which no new value has: its state stays.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -26,12 +27,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.custom_batching import custom_vmap
 
+from jaxlowprec import wiring
 from jaxlowprec.arguments import array, shown, whole_number
-from jaxlowprec.ops.amax.op import largest_over
-from jaxlowprec.ops.intact_state import intact_state
+from jaxlowprec.ops.amax import largest_over
 from jaxlowprec.recipes.transformer_engine import DelayedScaling
+from jaxlowprec.wiring import native
 from jaxlowprec.wiring.defining import varying_axes
-from jaxlowprec.wiring.out_sharding import resharded, sharding_of
+from jaxlowprec.wiring.sharding_rule import resharded, sharding_of
 
 OVERWRITE_WITH_GRADIENT = "_overwrite_with_gradient"
 """The name of the Flax collection, or NNX attribute, of leaves whose gradient is their new value."""
@@ -42,6 +44,13 @@ TENSORS = ("input", "kernel", "output_grad")
 SMALLEST_SCALE, LARGEST_SCALE = 2.0**-126, 2.0**126  # limits that keep reciprocals normal
 
 State = dict[str, Any]
+
+_CHANGED = (
+    "an amax or a scale below 0, or a scale of 0, says that a transformation has changed a layer's state, whose "
+    "gradient is its new value; make jaxlowprec.delayed_scaling.overwrite_with_gradient the outermost transformation "
+    "of the optimizer, or with Flax's TrainState apply keep_unused(gradients, state.params), leave the gradients of "
+    "states as they are, and start from a state that is intact"
+)
 
 
 def init_state(recipe: DelayedScaling, num_experts: int | None = None) -> State:
@@ -132,14 +141,6 @@ def _check_unchanged(who: str, tensor: str, state: Mapping[str, Any]) -> None:
 def _is_changed(leaf: Any, is_scale: bool) -> Any:
     """Which numbers no layer makes: below 0, or a scale of 0, which is the gradient where there is no new value."""
     return (leaf <= 0) if is_scale else (leaf < 0)
-
-
-_CHANGED = (
-    "an amax or a scale below 0, or a scale of 0, says that a transformation has changed a layer's state, whose "
-    "gradient is its new value; make jaxlowprec.delayed_scaling.overwrite_with_gradient the outermost transformation "
-    "of the optimizer, or with Flax's TrainState apply keep_unused(gradients, state.params), leave the gradients of "
-    "states as they are, and start from a state that is intact"
-)
 
 
 # --- one step
@@ -305,3 +306,35 @@ def combined_by_max(function: Callable[..., Any]) -> Callable[..., Any]:
         return function(jax.tree_util.tree_map_with_path(typed, variables), *args, **kwargs)
 
     return call
+
+
+def intact_state(numbers: jax.Array, says: bool) -> jax.Array:
+    """float32 [..., n] -> float32 [...]: 1, or NaN where a number is below 0.
+
+    Arguments:
+        says: whether such a number is an error on platforms that can stop a program, which are CPUs.
+    """
+    return _op()(numbers)[0] if says else _by_nan(numbers)
+
+
+def _by_nan(numbers: jax.Array) -> jax.Array:
+    return jnp.where(jnp.any(numbers < 0, axis=-1), jnp.nan, jnp.float32(1))
+
+
+@functools.cache
+def _op():
+    def outputs(numbers):
+        return [(numbers.shape[:-1], jnp.float32)]
+
+    def or_error(numbers):
+        results = [jax.ShapeDtypeStruct(*result) for result in outputs(numbers)]
+        return jax.ffi.ffi_call("jaxlowprec_intact_state", results)(numbers)
+
+    return wiring.define(
+        "jaxlowprec_intact_state",
+        rule=wiring.ShardingRule("... n -> ...", whole=("n",)),
+        outputs=outputs,
+        reference=lambda numbers: [_by_nan(numbers)],
+        native=or_error,
+        platforms=[platform for platform in native.platforms() if platform == "cpu"],
+    )

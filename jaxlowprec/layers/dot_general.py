@@ -22,7 +22,7 @@ from jaxlowprec.layers.low_rank import Adapter, LoRAKernel, add_product, check_a
 from jaxlowprec.layers.product import QuantizedKernel
 from jaxlowprec.layers.residuals import in_profiles, product
 from jaxlowprec.layers.subscripts import KernelAxes, contracted_names, kernel_axes, parse, reduce_alone
-from jaxlowprec.layers.watching.watched import watched
+from jaxlowprec.layers.watched import watched
 from jaxlowprec.ops.checks import (
     a_sharding,
     axis_from_the_front,
@@ -33,7 +33,7 @@ from jaxlowprec.ops.checks import (
 )
 from jaxlowprec.recipes.autocast import FROM_CONTEXT
 from jaxlowprec.recipes.roles import Recipe
-from jaxlowprec.wiring.out_sharding import resharded
+from jaxlowprec.wiring.sharding_rule import resharded
 
 DimensionNumbers = tuple[tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequence[int]]]
 

@@ -21,24 +21,22 @@ from jaxlowprec.arguments import a_text, shown
 from jaxlowprec.arrays.formats import Format
 from jaxlowprec.arrays.quantized_array import QuantizedArray, check_quantized
 from jaxlowprec.layers import delayed_scaling, weight_only
-from jaxlowprec.layers.low_rank import LoRAKernel
+from jaxlowprec.layers.accumulating import Sum, sum_for
 from jaxlowprec.layers.operands import weight_both_ways
 from jaxlowprec.layers.product import Product, ProductSpec, QuantizedKernel, States
 from jaxlowprec.layers.quantized_matmul import quantized_matmuls, recording
 from jaxlowprec.layers.residuals import in_profiles
-from jaxlowprec.layers.watching.accumulating import Sum, sum_for
-from jaxlowprec.ops.checks import FLOATS
-from jaxlowprec.ops.precision import checked_precision
+from jaxlowprec.ops.checks import checked_precision
 from jaxlowprec.ops.quantize.checks import part_unit
-from jaxlowprec.ops.quantize.keys import Randomness, check_key, key_words, keyless_seed, slice_words
+from jaxlowprec.ops.quantize.random_bits import Randomness, check_key, key_words, keyless_seed, slice_words
 from jaxlowprec.ops.split_rows import merged_rows, split_rows
 from jaxlowprec.recipes import silence
-from jaxlowprec.recipes.autocast import FROM_CONTEXT, resolve
+from jaxlowprec.recipes.autocast import resolve
+from jaxlowprec.recipes.fields import IN_FLOAT32, Sums
 from jaxlowprec.recipes.roles import Recipe, Roles
-from jaxlowprec.recipes.sums import IN_FLOAT32, Sums
 from jaxlowprec.recipes.transformer_engine import Calibrating
 from jaxlowprec.telemetry import probes
-from jaxlowprec.wiring.out_sharding import dimensions_of, resharded, sharding_of, sharding_of_product
+from jaxlowprec.wiring.sharding_rule import dimensions_of, resharded, sharding_of, sharding_of_product
 
 
 class Prepared(NamedTuple):
@@ -343,58 +341,6 @@ def _kernel_forms(formats: tuple[Format | None, ...], weight_only: bool) -> str:
     if weight_only or row == column:
         to = [str(column)]
     return f"{' and '.join(to)} for {'high-precision' if weight_only else 'quantised'} inputs"
-
-
-def stays_flaxs(who: str, recipe: Recipe | None, *operands: Any) -> bool:
-    """Whether Flax computes this call because no recipe quantises an operand's dtype; a warning says so once."""
-    other = [a.dtype for a in operands if a is not None and a.dtype not in FLOATS]
-    if recipe is None or not other or any(isinstance(a, QuantizedArray | LoRAKernel) for a in operands):
-        return False
-    message = f"{other[0]} operands stay in high precision, as Flax has them; recipes take bfloat16, float16, float32"
-    silence.warn_once(who, recipe, [message], depth=2)
-    return True
-
-
-_FLAXS_PRODUCTS = {  # of these attributes, the values with which a layer computes the product that a recipe replaces
-    "dot_general": (None, jax.lax.dot_general),
-    "dot_general_cls": (None,),
-    "einsum_op": (None, jnp.einsum),
-    "conv_general_dilated": (None, jax.lax.conv_general_dilated),
-    "conv_general_dilated_cls": (None,),
-}
-
-
-def own_product(layer: Any) -> str:
-    """The argument that gives a layer another function for its product; "" if there is none."""
-    return next((name for name, usual in _FLAXS_PRODUCTS.items() if getattr(layer, name, None) not in usual), "")
-
-
-def check_own_product(who: str, layer: Any) -> None:
-    """Raises ValueError if a layer whose kernel is quantised has another function for its product."""
-    if product := own_product(layer):
-        raise ValueError(f"{who}: {product}= is set, so the quantised kernel would be ignored; drop it")
-
-
-def computes_own_product(who: str, layer: Any, given: Any, recipe: Recipe | None) -> bool:
-    """Whether Flax computes this call with the layer's own function, under a scope's recipe; a warning says so once.
-
-    Arguments:
-        given: what the layer was told to follow.
-        recipe: what that stands for in this call.
-
-    Raises:
-        ValueError: the layer was told to follow a recipe of its own, which would be ignored.
-    """
-    product = own_product(layer)
-    if recipe is None or not product:
-        return False
-    if given is not FROM_CONTEXT:
-        raise ValueError(
-            f"{who}: {product}= is set, so the recipe {recipe} would be ignored; drop it, or pass recipe=None"
-        )
-    message = f"{product}= is set, so the layer computes as Flax's and does not follow the recipe"
-    silence.warn_once(who, recipe, [message], depth=2)
-    return True
 
 
 def uses_key(roles: Roles, sums: Sums = IN_FLOAT32) -> bool:

@@ -18,12 +18,12 @@ from jaxlowprec.layers.layer_call import LayerCall, layer_call, quantized_weight
 from jaxlowprec.layers.low_rank import LoRAKernel, add_product, check_adapter
 from jaxlowprec.layers.product import QuantizedKernel
 from jaxlowprec.layers.residuals import in_profiles, product
-from jaxlowprec.layers.watching.watched import watched
+from jaxlowprec.layers.watched import watched
 from jaxlowprec.ops.checks import a_sharding, float_array
-from jaxlowprec.ops.quantize.keys import check_key
+from jaxlowprec.ops.quantize.random_bits import check_key
 from jaxlowprec.recipes.autocast import FROM_CONTEXT, resolve
 from jaxlowprec.recipes.roles import MODULE_TYPES, ModuleType, Recipe
-from jaxlowprec.wiring.out_sharding import resharded
+from jaxlowprec.wiring.sharding_rule import resharded
 
 
 def quantize_kernel(

@@ -15,8 +15,8 @@ from jaxlowprec.arrays import serialised
 from jaxlowprec.arrays.quantized_array import QuantizedArray
 from jaxlowprec.layers.residuals import in_profiles
 from jaxlowprec.ops.checks import FLOATS
-from jaxlowprec.ops.dequantize.api import dequantize
-from jaxlowprec.wiring.out_sharding import dimensions_of, resharded, sharding_of, sharding_of_product
+from jaxlowprec.ops.dequantize import dequantize
+from jaxlowprec.wiring.sharding_rule import dimensions_of, resharded, sharding_of, sharding_of_product
 
 
 @serialised.register

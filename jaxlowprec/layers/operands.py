@@ -10,12 +10,12 @@ import jax
 import jax.numpy as jnp
 
 from jaxlowprec.arrays.quantized_array import QuantizedArray
-from jaxlowprec.ops.amax.api import amax as tensor_amax
-from jaxlowprec.ops.amax.wanted import Amaxes
+from jaxlowprec.ops.amax import Amaxes
+from jaxlowprec.ops.amax import amax as tensor_amax
 from jaxlowprec.ops.grouped_matmul.api import quantize_groups
-from jaxlowprec.ops.hadamard.signs import STREAM_OF_DGRAD, drawn_signs
+from jaxlowprec.ops.hadamard import STREAM_OF_DGRAD, drawn_signs
 from jaxlowprec.ops.quantize.api import quantize, quantize_both
-from jaxlowprec.ops.quantize.keys import Randomness, further_words, slice_words
+from jaxlowprec.ops.quantize.random_bits import Randomness, further_words, slice_words
 from jaxlowprec.recipes.roles import BackwardOverride, Role, Roles
 
 

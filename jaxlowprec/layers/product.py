@@ -23,6 +23,7 @@ import jax.numpy as jnp
 from jaxlowprec.arrays import serialised
 from jaxlowprec.arrays.quantized_array import QuantizedArray
 from jaxlowprec.layers import delayed_scaling
+from jaxlowprec.layers.measured import measured_backward, measured_forward
 from jaxlowprec.layers.operands import Gemms, amaxes_of, role_of, weight_both_ways
 from jaxlowprec.layers.residuals import (
     QUANTIZED_INPUT,
@@ -35,13 +36,12 @@ from jaxlowprec.layers.residuals import (
     read,
 )
 from jaxlowprec.layers.rows import AllRows, RowsInGroups
-from jaxlowprec.layers.watching.measured import measured_backward, measured_forward
-from jaxlowprec.ops.amax.api import amax as tensor_amax
-from jaxlowprec.ops.amax.wanted import Amaxes
-from jaxlowprec.ops.quantize.keys import Randomness, further_words
+from jaxlowprec.ops.amax import Amaxes
+from jaxlowprec.ops.amax import amax as tensor_amax
+from jaxlowprec.ops.quantize.random_bits import Randomness, further_words
 from jaxlowprec.ops.sums.kinds import Summed, draws
+from jaxlowprec.recipes.fields import Sums
 from jaxlowprec.recipes.roles import Role
-from jaxlowprec.recipes.sums import Sums
 from jaxlowprec.recipes.transformer_engine import DelayedScaling
 
 

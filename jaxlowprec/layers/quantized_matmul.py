@@ -10,7 +10,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from jaxlowprec.layers.normed_input import input_gradients, inputs_of, like_input
+from jaxlowprec.layers.producers import input_gradients, inputs_of, like_input
 from jaxlowprec.layers.product import (
     Product,
     Specs,
@@ -23,7 +23,7 @@ from jaxlowprec.layers.product import (
     recorded,
 )
 from jaxlowprec.layers.residuals import differentiated_once, product
-from jaxlowprec.ops.amax.api import amax as tensor_amax
+from jaxlowprec.ops.amax import amax as tensor_amax
 from jaxlowprec.ops.grouped_matmul.api import group_amaxes
 from jaxlowprec.recipes.transformer_engine import DelayedScaling
 

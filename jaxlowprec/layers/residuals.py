@@ -13,10 +13,9 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxlowprec import wiring
 from jaxlowprec.arrays.quantized_array import QuantizedArray
-from jaxlowprec.ops.checks import wider_dtype
-from jaxlowprec.ops.no_derivative import no_derivative
-from jaxlowprec.ops.sum_over_rows.op import sum_over_rows_op
-from jaxlowprec.wiring.out_sharding import resharded
+from jaxlowprec.ops.checks import no_derivative, wider_dtype
+from jaxlowprec.ops.sum_over_rows import sum_over_rows_op
+from jaxlowprec.wiring.sharding_rule import resharded
 
 QUANTIZED_INPUT = "jaxlowprec_quantized_input"
 """The checkpoint_name of data, scale, amax and drawn signs of the input, in the form that the backward pass reads."""

@@ -13,9 +13,9 @@ import jax.numpy as jnp
 
 from jaxlowprec.layers import residuals
 from jaxlowprec.layers.operands import amaxes_both_ways, both_ways, for_both_ways, groups_both_ways
-from jaxlowprec.ops.amax.api import amax as tensor_amax
-from jaxlowprec.ops.amax.wanted import Amaxes
-from jaxlowprec.ops.dequantize.reference import dequantize_rows
+from jaxlowprec.ops.amax import Amaxes
+from jaxlowprec.ops.amax import amax as tensor_amax
+from jaxlowprec.ops.dequantize import dequantize_rows
 from jaxlowprec.ops.grouped_matmul import plain
 from jaxlowprec.ops.grouped_matmul.api import (
     GroupedQuantizedArray,
@@ -28,7 +28,7 @@ from jaxlowprec.ops.grouped_matmul.op import bias_of_rows
 from jaxlowprec.ops.grouped_matmul.quantize_op import over_batches
 from jaxlowprec.ops.scaled_matmul.api import scaled_matmul_of_rows
 from jaxlowprec.ops.sums.kinds import IN_FLOAT32
-from jaxlowprec.wiring.out_sharding import resharded
+from jaxlowprec.wiring.sharding_rule import resharded
 
 
 @dataclasses.dataclass(frozen=True)

@@ -23,6 +23,7 @@ from jaxtyping import Array, Float
 from jaxlowprec import wiring
 from jaxlowprec.arrays.formats import Format
 from jaxlowprec.arrays.quantized_array import QuantizedArray, check_quantized
+from jaxlowprec.layers.measured import measured_weight
 from jaxlowprec.layers.residuals import (
     CHECKPOINT_NAMES,
     bias_gradient,
@@ -34,16 +35,15 @@ from jaxlowprec.layers.residuals import (
     product,
     read,
 )
-from jaxlowprec.layers.watching.measured import measured_weight
-from jaxlowprec.ops.fake_quantize.api import fake_quantize
+from jaxlowprec.ops.fake_quantize import fake_quantize
 from jaxlowprec.ops.quantize.api import quantize
 from jaxlowprec.ops.rounding import narrowed
 from jaxlowprec.ops.scaled_matmul.api import scaled_matmul
 from jaxlowprec.ops.weight_only_matmul.api import weight_only_matmuls
-from jaxlowprec.ops.weight_only_matmul.dgrad import weight_only_dgrad
+from jaxlowprec.ops.weight_only_matmul.op import weight_only_dgrad
 from jaxlowprec.recipes.roles import Recipe, Roles, StraightThrough
 from jaxlowprec.telemetry.probes import Probe
-from jaxlowprec.wiring.out_sharding import sharding_of
+from jaxlowprec.wiring.sharding_rule import sharding_of
 
 
 class Served(NamedTuple):

@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from jaxlowprec.layers.fused.blocks import LayersOf, check_features, norm_of
-from jaxlowprec.layers.fused.mlp import check_mlp, hidden_layers, separate_mlp
-from jaxlowprec.layers.fused.mlp_product import Activation, Saved
+from jaxlowprec.layers.blocks import LayersOf, check_features, norm_of
+from jaxlowprec.layers.fused_mlp import check_mlp, hidden_layers, separate_mlp
+from jaxlowprec.layers.fused_mlp_product import Activation, Saved
 from jaxlowprec.linen.layers import Dense, function_arguments, handed_on, parameter_of, promoted_inputs
 from jaxlowprec.ops.checks import layer_inputs
 from jaxlowprec.ops.norms.api import Norm

@@ -13,15 +13,15 @@ import numpy as np
 from flax import linen as nn
 
 from jaxlowprec.arguments import shown
-from jaxlowprec.layers.layer_call import own_product
+from jaxlowprec.layers.flax_layers import own_product, windows_of
 from jaxlowprec.layers.subscripts import has_matrices
-from jaxlowprec.linen.convolution import Conv, conv, windows_of
+from jaxlowprec.linen.convolution import Conv, conv
 from jaxlowprec.linen.grouped import GroupedDense
 from jaxlowprec.linen.layers import Dense, DenseGeneral, Einsum, attend, base_call, dense, dense_general, layer_einsum
 from jaxlowprec.recipes import silence
 from jaxlowprec.recipes.autocast import FROM_CONTEXT, resolve
+from jaxlowprec.recipes.fields import Use, use_of
 from jaxlowprec.recipes.roles import Recipe
-from jaxlowprec.recipes.uses import Use, use_of
 
 _WHO = "linen.convert"
 _OURS: dict[type, Any] = {nn.Dense: Dense, nn.DenseGeneral: DenseGeneral, nn.Einsum: Einsum, nn.Conv: Conv}

@@ -11,8 +11,8 @@ from flax.linen.dtypes import promote_dtype
 from jaxtyping import Array, Float, Int32
 
 from jaxlowprec.layers.delayed_scaling import State, used_and_handed_on
-from jaxlowprec.layers.fused.shared_input import Layer
 from jaxlowprec.layers.layer_call import uses_key
+from jaxlowprec.layers.shared_input import Layer
 from jaxlowprec.linen.layers import _loaded, _operands, _quantized, _state, base_call, handed_on, make_state
 from jaxlowprec.moe.grouped_linear import MODULE_TYPE, check_fsdp_axis, grouped_linear, whole_kernel
 from jaxlowprec.ops.checks import layer_inputs, mesh_axes

@@ -26,7 +26,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from flax.core.tracers import current_trace
 from flax.errors import ScopeParamNotFoundError, ScopeParamShapeError
-from flax.linen.dtypes import canonicalize_dtype, promote_dtype
+from flax.linen.dtypes import promote_dtype
 
 from jaxlowprec.arrays.quantized_array import QuantizedArray
 from jaxlowprec.layers.delayed_scaling import (
@@ -37,31 +37,22 @@ from jaxlowprec.layers.delayed_scaling import (
     used_in_a_transformation,
 )
 from jaxlowprec.layers.dot_general import axes_in_order, dot_general, einsum, einsum_of_layer, linear_general
-from jaxlowprec.layers.fused.shared_input import Layer
-from jaxlowprec.layers.layer_call import (
+from jaxlowprec.layers.flax_layers import (
     check_own_product,
     computes_own_product,
+    keep_kernel_dtype,
     own_product,
     stays_flaxs,
-    uses_key,
 )
+from jaxlowprec.layers.layer_call import uses_key
 from jaxlowprec.layers.linear import QuantizedKernel, kernel_matrices, linear, quantize_kernel
 from jaxlowprec.layers.low_rank import LoRAKernel, is_quantized, without_adapter
+from jaxlowprec.layers.shared_input import Layer
 from jaxlowprec.layers.subscripts import kernel_axes_in_result
 from jaxlowprec.ops.checks import FLOATS, layer_inputs
 from jaxlowprec.recipes.autocast import FROM_CONTEXT, resolve
 from jaxlowprec.recipes.roles import ModuleType, Recipe
 from jaxlowprec.recipes.transformer_engine import DelayedScaling
-
-
-def keep_kernel_dtype(inputs: Any, kernel: Any, bias: Any = None, *, dtype: Any = None) -> tuple[Any, Any, Any]:
-    """A `promote_dtype=` for Flax's own layers with `dot_general=jlp.dot_general`: it casts all but the kernel.
-
-    Flax's default first rounds a float32 master weight to bfloat16, and its gradient on the way back.
-    """
-    dtype = canonicalize_dtype(inputs, kernel, bias, dtype=dtype)
-    inputs, bias = (None if a is None else jnp.asarray(a, dtype) for a in (inputs, bias))
-    return inputs, kernel, bias
 
 
 def _recipe(layer: nn.Module, given: Any, name: str | None = None) -> Recipe | None:

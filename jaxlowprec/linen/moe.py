@@ -10,12 +10,12 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jaxtyping import Array, Float, Int
 
-from jaxlowprec.layers.fused.mlp_product import Saved
+from jaxlowprec.layers.fused_mlp_product import Saved
 from jaxlowprec.linen import grouped
 from jaxlowprec.linen.layers import Dense, promoted_inputs
 from jaxlowprec.moe.grouped_linear import common_inputs, fused_experts, hidden_activation
 from jaxlowprec.moe.mixture import Exchange, Groups, MoEAux, Settings, check_block, mixture
-from jaxlowprec.moe.router_config import RouterConfig
+from jaxlowprec.moe.router import RouterConfig
 from jaxlowprec.moe.wire import Wire
 from jaxlowprec.recipes.autocast import FROM_CONTEXT
 

@@ -11,10 +11,10 @@ import jax
 import jax.numpy as jnp
 
 from jaxlowprec.arguments import a_flag, as_array, shown, whole_number
+from jaxlowprec.layers.accumulating import Accumulation, Sum, accumulating
 from jaxlowprec.layers.delayed_scaling import OVERWRITE_WITH_GRADIENT, add_gradients, is_state
 from jaxlowprec.layers.layer_call import quantized_weight
 from jaxlowprec.layers.residuals import in_profiles
-from jaxlowprec.layers.watching.accumulating import Accumulation, Sum, accumulating
 
 _WHO = "accumulate_gradients"
 

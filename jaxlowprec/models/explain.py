@@ -18,13 +18,12 @@ import jaxlowprec.linen
 import jaxlowprec.nnx
 from jaxlowprec.arguments import shown
 from jaxlowprec.arrays.quantized_array import QuantizedArray
-from jaxlowprec.layers.layer_call import own_product
+from jaxlowprec.layers.flax_layers import conv_axes, own_product, windows_of
 from jaxlowprec.layers.low_rank import LoRAKernel, without_adapter
 from jaxlowprec.layers.subscripts import KernelAxes, has_matrices, kernel_axes
-from jaxlowprec.layers.watching.seeing import seeing_calls
+from jaxlowprec.layers.watched import seeing_calls
 from jaxlowprec.layers.weight_only import check_whole_blocks
 from jaxlowprec.linen import converting as linen_converting
-from jaxlowprec.linen.convolution import conv_axes, windows_of
 from jaxlowprec.models.explanation import HIGH_PRECISION, AppliedRecipe, Explanation
 from jaxlowprec.models.quantize_matmuls import QuantizedMatmuls, TracedFunction
 from jaxlowprec.models.transform.products import Product
@@ -34,9 +33,8 @@ from jaxlowprec.nnx import converting as nnx_converting
 from jaxlowprec.nnx.einsum import einsum_axes
 from jaxlowprec.recipes import silence
 from jaxlowprec.recipes.autocast import FROM_CONTEXT, autocast, resolve
+from jaxlowprec.recipes.fields import IN_FLOAT32, Sums, Use
 from jaxlowprec.recipes.roles import Recipe, Role, Roles
-from jaxlowprec.recipes.sums import IN_FLOAT32, Sums
-from jaxlowprec.recipes.uses import Use
 
 _GROUPED = (jaxlowprec.linen.GroupedDense, jaxlowprec.nnx.GroupedLinear)
 _linen, _nnx = jaxlowprec.linen, jaxlowprec.nnx

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxlowprec.layers.subscripts import KernelAxes
+from jaxlowprec.recipes.fields import IN_FLOAT32, Sums
 from jaxlowprec.recipes.roles import GEMMS, Roles
-from jaxlowprec.recipes.sums import IN_FLOAT32, Sums
 
 HIGH_PRECISION = Roles(None, None, None)
 

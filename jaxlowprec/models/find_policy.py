@@ -21,11 +21,9 @@ from jaxlowprec.models.policy_costs import Costs
 from jaxlowprec.models.policy_log import Log
 from jaxlowprec.models.quantize_matmuls import TracedFunction, quantize_matmuls
 from jaxlowprec.recipes.autocast import autocast
-from jaxlowprec.recipes.per_gemm import PerGemm
-from jaxlowprec.recipes.per_layer import PerLayer
+from jaxlowprec.recipes.composed import PerGemm, PerLayer
 from jaxlowprec.recipes.roles import GEMMS, Recipe
-from jaxlowprec.telemetry.choices import Choices
-from jaxlowprec.telemetry.scopes import entered
+from jaxlowprec.telemetry.scopes import Choices, entered
 
 _WHO = "find_policy"
 WHOLE = "all"

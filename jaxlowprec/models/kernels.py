@@ -1,4 +1,4 @@
-"""Which leaves of a tree of parameters are layers' weights, and the matrices that they consist of."""
+"""Names of layers in a tree of parameters, which of its leaves are their weights, and the matrices of these."""
 
 from __future__ import annotations
 
@@ -13,9 +13,24 @@ from jaxlowprec.arguments import shown
 from jaxlowprec.arrays.quantized_array import QuantizedArray
 from jaxlowprec.layers.low_rank import LoRAKernel
 from jaxlowprec.layers.subscripts import has_matrices
-from jaxlowprec.models.layer_names import layer_name
 from jaxlowprec.ops.checks import FLOATS
 from jaxlowprec.recipes.fields import check_pattern
+
+_KERNELS = ("kernel", "w", "weight", "embedding")  # a layer's name is its path without what its matrix is called
+
+
+def layer_name(path: Any) -> str:
+    """The name of the layer of a leaf with this path of keys, such as "block_0/mlp/up"."""
+    names = jax.tree_util.keystr(path, simple=True, separator="/").split("/")
+    if path and isinstance(path[-1], jax.tree_util.GetAttrKey) and names[-1] == "value":  # of an NNX variable
+        names.pop()
+    if len(names) > 1 and isinstance(path[-1], jax.tree_util.FlattenedIndexKey) and names[-2] in _KERNELS:
+        names.pop()  # the array of a container, such as Haliax's NamedArray
+    if len(names) > 1 and names[-1] in _KERNELS:
+        names.pop()
+    if len(names) > 1 and names[0] == "params":  # Linen's collection
+        del names[0]
+    return "/".join(names)
 
 
 def weights(params: Any) -> Iterator[tuple[str, Any]]:

@@ -23,10 +23,9 @@ import jax.numpy as jnp
 
 from jaxlowprec.arguments import shown, whole_number
 from jaxlowprec.layers.low_rank import Adapter, LoRAKernel, check_adapter, checked_alpha, new_adapter
-from jaxlowprec.models.kernels import chosen_weights, is_weight, is_whole, listed, matrices, weights
-from jaxlowprec.models.layer_names import layer_name
+from jaxlowprec.models.kernels import chosen_weights, is_weight, is_whole, layer_name, listed, matrices, weights
 from jaxlowprec.ops.checks import float_dtype
-from jaxlowprec.ops.quantize.keys import check_key
+from jaxlowprec.ops.quantize.random_bits import check_key
 from jaxlowprec.recipes.fields import check_patterns, is_chosen
 from jaxlowprec.recipes.qat import DEFAULT_EXCLUDE
 

@@ -15,8 +15,7 @@ import numpy as np
 from jaxlowprec.arguments import as_array, as_int, shown, whole_number
 from jaxlowprec.layers.linear import kernel_matrices
 from jaxlowprec.layers.weight_only import check_whole_blocks, quantize_weight
-from jaxlowprec.models.kernels import chosen_weights, is_weight, is_whole, listed
-from jaxlowprec.models.layer_names import layer_name
+from jaxlowprec.models.kernels import chosen_weights, is_weight, is_whole, layer_name, listed
 from jaxlowprec.ops.checks import axis_from_the_front
 from jaxlowprec.recipes.fields import check_patterns, is_chosen
 from jaxlowprec.recipes.qat import DEFAULT_EXCLUDE

@@ -17,7 +17,7 @@ from jaxlowprec.arguments import shown
 from jaxlowprec.layers import delayed_scaling
 from jaxlowprec.layers.low_rank import is_quantized
 from jaxlowprec.layers.subscripts import has_matrices
-from jaxlowprec.models.layer_names import layer_name
+from jaxlowprec.models.kernels import layer_name
 from jaxlowprec.models.transform import modules
 from jaxlowprec.models.transform.evaluating import evaluate
 from jaxlowprec.models.transform.following import Following
@@ -25,9 +25,9 @@ from jaxlowprec.models.transform.uses import Uses
 from jaxlowprec.models.transform.weights import Traced, Weight, arrays_of, is_float, is_packed
 from jaxlowprec.recipes import silence
 from jaxlowprec.recipes.autocast import FROM_CONTEXT, resolve
+from jaxlowprec.recipes.fields import Use
 from jaxlowprec.recipes.roles import Recipe
 from jaxlowprec.recipes.transformer_engine import DelayedScaling
-from jaxlowprec.recipes.uses import Use
 
 _WHO = "quantize_matmuls"
 

@@ -3,10 +3,8 @@
 from jaxlowprec.moe.balancing import update_selection_bias
 from jaxlowprec.moe.dispatching import Dispatch, combine, dispatch, scatter_to_experts
 from jaxlowprec.moe.mixture import MoEAux
-from jaxlowprec.moe.overlapping import Overlap, overlap
-from jaxlowprec.moe.router import Routing, route
-from jaxlowprec.moe.router_config import RouterConfig
-from jaxlowprec.moe.tape import RoutingTape
+from jaxlowprec.moe.router import RouterConfig, Routing, route
+from jaxlowprec.moe.tape import Overlap, RoutingTape, overlap
 from jaxlowprec.moe.tape_dtype import AFRESH
 
 __all__ = [

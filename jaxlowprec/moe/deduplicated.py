@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int32
 
-from jaxlowprec.layers.fused.shared_input import Layer
+from jaxlowprec.layers.shared_input import Layer
 from jaxlowprec.moe.dispatching import Dispatch, combine, dispatch, first_places, scatter_to_experts
 from jaxlowprec.moe.exchange import (
     Combined,

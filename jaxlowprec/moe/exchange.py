@@ -22,7 +22,7 @@ from jaxtyping import Array, Float, Int32
 
 from jaxlowprec import wiring
 from jaxlowprec.arrays.formats import Format
-from jaxlowprec.layers.fused.shared_input import Layer
+from jaxlowprec.layers.shared_input import Layer
 from jaxlowprec.moe.dispatching import Dispatch, combine, scatter_to_experts
 from jaxlowprec.moe.wire import AS_THEY_ARE, Formats, Wire, formats_of, sent
 

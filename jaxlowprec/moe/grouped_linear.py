@@ -11,12 +11,12 @@ from jaxtyping import Array, Float, Int32
 
 from jaxlowprec.arguments import shown
 from jaxlowprec.arrays.quantized_array import QuantizedArray
-from jaxlowprec.layers.fused.blocks import common_of_all
-from jaxlowprec.layers.fused.mlp_product import Saved
-from jaxlowprec.layers.fused.shared_input import Layer
-from jaxlowprec.layers.grouped.matmul import grouped_matmul, integer_sizes
-from jaxlowprec.layers.grouped.mlp import grouped_mlp_of
-from jaxlowprec.layers.sharded.gathered_kernel import all_gather_kernel
+from jaxlowprec.layers.blocks import common_of_all
+from jaxlowprec.layers.fused_mlp_product import Saved
+from jaxlowprec.layers.gathered_kernel import all_gather_kernel
+from jaxlowprec.layers.grouped_matmul import grouped_matmul, integer_sizes
+from jaxlowprec.layers.grouped_mlp import grouped_mlp_of
+from jaxlowprec.layers.shared_input import Layer
 from jaxlowprec.recipes.roles import ModuleType
 
 MODULE_TYPE: ModuleType = "grouped_linear"

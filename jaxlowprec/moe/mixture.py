@@ -15,8 +15,7 @@ from jaxlowprec.arguments import a_flag, array, one_of, shown, whole_number
 from jaxlowprec.moe.deduplicated import Deduplicated
 from jaxlowprec.moe.dispatching import dispatch
 from jaxlowprec.moe.exchange import AllToAll, Combined, InPlace
-from jaxlowprec.moe.router import Routing, route
-from jaxlowprec.moe.router_config import RouterConfig, check_config
+from jaxlowprec.moe.router import RouterConfig, Routing, check_config, route
 from jaxlowprec.moe.tape_dtype import fetched, narrowed
 from jaxlowprec.moe.wire import WIRES, Wire
 from jaxlowprec.ops.checks import mesh_axes

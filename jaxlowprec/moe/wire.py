@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 
 from jaxlowprec.arrays.formats import MXFP8, Format
-from jaxlowprec.layers.fused.shared_input import Layer
+from jaxlowprec.layers.shared_input import Layer
 from jaxlowprec.moe.grouped_linear import MODULE_TYPE
-from jaxlowprec.ops.dequantize.api import dequantize
+from jaxlowprec.ops.dequantize import dequantize
 from jaxlowprec.ops.quantize.api import quantize
 from jaxlowprec.recipes.autocast import resolve
 from jaxlowprec.recipes.roles import Recipe, Role

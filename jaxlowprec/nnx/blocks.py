@@ -10,9 +10,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxlowprec.arguments import a_text
-from jaxlowprec.layers.fused.blocks import LayersOf, check_features, norm_of
-from jaxlowprec.layers.fused.mlp import check_mlp, hidden_layers
-from jaxlowprec.layers.fused.mlp_product import Activation, Saved
+from jaxlowprec.layers.blocks import LayersOf, check_features, norm_of
+from jaxlowprec.layers.fused_mlp import check_mlp, hidden_layers
+from jaxlowprec.layers.fused_mlp_product import Activation, Saved
 from jaxlowprec.nnx.layers import Linear
 from jaxlowprec.ops.checks import layer_inputs
 from jaxlowprec.ops.norms.api import Norm

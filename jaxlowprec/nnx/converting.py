@@ -6,17 +6,16 @@ from typing import Any
 
 from flax import nnx
 
-from jaxlowprec.layers.layer_call import own_product
+from jaxlowprec.layers.flax_layers import own_product, windows_of
 from jaxlowprec.layers.subscripts import has_matrices
-from jaxlowprec.linen.convolution import windows_of
 from jaxlowprec.nnx.convolution import Conv
 from jaxlowprec.nnx.einsum import Einsum, Embed
 from jaxlowprec.nnx.grouped import GroupedLinear
 from jaxlowprec.nnx.layers import Linear, LinearGeneral, _check_model, _Quantizing
 from jaxlowprec.recipes import silence
 from jaxlowprec.recipes.autocast import FROM_CONTEXT, resolve
+from jaxlowprec.recipes.fields import Use, use_of
 from jaxlowprec.recipes.roles import Recipe
-from jaxlowprec.recipes.uses import Use, use_of
 
 _WHO = "nnx.convert"
 _OURS: dict[type, Any] = {

@@ -10,8 +10,7 @@ from flax import nnx
 
 from jaxlowprec.layers.convolution import masked
 from jaxlowprec.layers.dot_general import linear_general
-from jaxlowprec.layers.layer_call import stays_flaxs
-from jaxlowprec.linen.convolution import not_of_a_loaded_kernel, windows_of
+from jaxlowprec.layers.flax_layers import not_of_a_loaded_kernel, stays_flaxs, windows_of
 from jaxlowprec.nnx.layers import _Quantizing
 from jaxlowprec.ops.checks import layer_inputs
 from jaxlowprec.recipes.autocast import FROM_CONTEXT

@@ -8,7 +8,7 @@ import jax
 from flax import nnx
 
 from jaxlowprec.layers.dot_general import dot_general, einsum_of_layer
-from jaxlowprec.layers.layer_call import stays_flaxs
+from jaxlowprec.layers.flax_layers import stays_flaxs
 from jaxlowprec.layers.subscripts import KernelAxes, input_ndim, kernel_axes, kernel_axes_in_result
 from jaxlowprec.nnx.layers import _Quantizing
 from jaxlowprec.ops.checks import layer_inputs

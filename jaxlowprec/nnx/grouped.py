@@ -12,8 +12,8 @@ from flax.nnx.nn.dtypes import promote_dtype as flax_promote_dtype
 from jaxtyping import Array, Float, Int32
 
 from jaxlowprec.layers.delayed_scaling import State, used_and_handed_on
-from jaxlowprec.layers.fused.shared_input import Layer
 from jaxlowprec.layers.layer_call import uses_key
+from jaxlowprec.layers.shared_input import Layer
 from jaxlowprec.moe.grouped_linear import MODULE_TYPE, check_fsdp_axis, grouped_linear, whole_kernel
 from jaxlowprec.nnx.layers import _Quantizing
 from jaxlowprec.ops.checks import FLOATS, layer_inputs

@@ -22,17 +22,12 @@ from jaxlowprec.layers.delayed_scaling import (
     used_in_a_transformation,
 )
 from jaxlowprec.layers.dot_general import dot_general, linear_general
-from jaxlowprec.layers.fused.shared_input import Layer
-from jaxlowprec.layers.layer_call import (
-    check_own_product,
-    computes_own_product,
-    own_product,
-    stays_flaxs,
-    uses_key,
-)
+from jaxlowprec.layers.flax_layers import check_own_product, computes_own_product, own_product, stays_flaxs
+from jaxlowprec.layers.flax_layers import keep_kernel_dtype as _keep_kernel_dtype
+from jaxlowprec.layers.layer_call import uses_key
 from jaxlowprec.layers.linear import kernel_matrices, linear, quantize_kernel
-from jaxlowprec.layers.watching.watched import see_inputs
-from jaxlowprec.linen.layers import keep_kernel_dtype as _keep_kernel_dtype
+from jaxlowprec.layers.shared_input import Layer
+from jaxlowprec.layers.watched import see_inputs
 from jaxlowprec.ops.checks import FLOATS, layer_inputs
 from jaxlowprec.recipes import silence
 from jaxlowprec.recipes.autocast import FROM_CONTEXT, current_recipe, resolve

@@ -11,10 +11,10 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jaxlowprec.arguments import a_text
-from jaxlowprec.layers.fused.mlp_product import Saved
+from jaxlowprec.layers.fused_mlp_product import Saved
 from jaxlowprec.moe.grouped_linear import common_inputs, fused_experts, hidden_activation
 from jaxlowprec.moe.mixture import Exchange, Groups, MoEAux, Settings, check_block, mixture
-from jaxlowprec.moe.router_config import RouterConfig
+from jaxlowprec.moe.router import RouterConfig
 from jaxlowprec.moe.wire import Wire
 from jaxlowprec.nnx import grouped
 from jaxlowprec.nnx.layers import Linear

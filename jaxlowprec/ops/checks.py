@@ -1,18 +1,49 @@
-"""Argument checks that several ops share. Every message says who, what was given and what is needed."""
+"""Arguments that ops share, checked: every message says who, what was given and what is needed.
+
+`implementation=` chooses what computes an op, `precision=` is JAX's argument of products, and `no_derivative` stops
+autodiff where it would compute a wrong derivative.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxlowprec.arguments import a_dtype, array, as_int, shown
+from jaxlowprec.arguments import a_dtype, array, as_int, one_of, shown
 from jaxlowprec.arrays.quantized_array import QuantizedArray
+from jaxlowprec.wiring import native
+
+Implementation = Literal["ffi", "reference"] | None
 
 FLOATS = (jnp.dtype("bfloat16"), jnp.dtype("float16"), jnp.dtype("float32"))
+Axes = tuple[int, ...]
+_ALGORITHMS = (jax.lax.DotAlgorithm, jax.lax.DotAlgorithmPreset)
+
+
+def check_implementation(who: str, implementation: Any) -> None:
+    """Raises ValueError unless it is None, "ffi" or "reference"."""
+    one_of(who, "implementation", implementation, None, "ffi", "reference")
+
+
+def choose(who: str, implementation: Implementation) -> dict[str, Any]:
+    """The arguments of `wiring.define` for an implementation.
+
+    None is the native kernel where there is one, else the reference. "ffi" demands the kernel, "reference" pure JAX.
+    """
+    check_implementation(who, implementation)
+    platforms = native.platforms()
+    if implementation is None:
+        return {"platforms": platforms}
+    if implementation == "reference":
+        return {"platforms": ()}
+    if not platforms:
+        raise NotImplementedError(f'{who}: implementation="ffi": {native.library().reason}')
+    return {"platforms": platforms, "only_native": True, "missing": native.library().missing}
 
 
 def float_array(who: str, name: str, x: Any) -> jax.Array:
@@ -93,9 +124,6 @@ def last_axis(who: str, axis: Any, ndim: int) -> int:
     return normal
 
 
-Axes = tuple[int, ...]
-
-
 def _listed(values: Any) -> Any:
     if not isinstance(values, tuple | list | range | np.ndarray):
         raise TypeError
@@ -129,3 +157,53 @@ def dimension_numbers(who: str, given: Any, *ndims: int | None) -> tuple[tuple[A
             f"{who}: dimension_numbers={given!r}; needs as many contracted axes of lhs as of rhs, and batch axes too"
         )
     return (lhs_contract, rhs_contract), (lhs_batch, rhs_batch)
+
+
+def checked_precision(who: str, precision: Any) -> Any:
+    """The `precision=` of `jax.lax.dot` in hashable form: None, a Precision, a pair of them, or an algorithm.
+
+    Raises:
+        ValueError: anything else.
+    """
+    if precision is None or isinstance(precision, _ALGORITHMS):
+        return precision
+    if isinstance(precision, str) and precision in jax.lax.DotAlgorithmPreset.__members__:
+        return jax.lax.DotAlgorithmPreset[precision]
+    pair = isinstance(precision, list | tuple)
+    values = tuple(precision) if pair else (precision,)
+    try:
+        if (pair and len(values) != 2) or not all(isinstance(v, str | jax.lax.Precision) for v in values):
+            raise ValueError
+        found = tuple(jax.lax.Precision(value) for value in values)
+    except ValueError:
+        raise ValueError(
+            f'{who}: precision={shown(precision)}; needs None, a jax.lax.Precision or its name such as "highest", a '
+            "pair of these, or a jax.lax.DotAlgorithmPreset"
+        ) from None
+    return found if pair else found[0]
+
+
+def wants_float32_sums(precision: Any) -> bool:
+    """Whether a checked precision asks for float32 sums where the operands are quantised (numerics.md 9).
+
+    HIGH and HIGHEST do, for either operand. An algorithm is about operands in high precision and changes nothing here.
+    Neither does `jax.default_matmul_precision`, which programs set to keep TF32 out of float32 products.
+    """
+    if precision is None or isinstance(precision, _ALGORITHMS):
+        return False
+    values = precision if isinstance(precision, tuple) else (precision,)
+    return any(value in (jax.lax.Precision.HIGH, jax.lax.Precision.HIGHEST) for value in values)
+
+
+def no_derivative(message: str) -> Callable[[Any], Any]:
+    """A function that returns its argument, any tree of arrays; its derivative raises NotImplementedError(message)."""
+
+    @jax.custom_jvp
+    def identity(arrays):
+        return arrays
+
+    @identity.defjvp
+    def _derivative(primals, tangents):
+        raise NotImplementedError(message)
+
+    return identity

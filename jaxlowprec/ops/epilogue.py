@@ -15,7 +15,7 @@ from jaxlowprec.arguments import a_flag, array, one_of
 from jaxlowprec.ops.activations.reference import gelu, gelu_with_derivative
 from jaxlowprec.ops.checks import a_sharding, float_array, float_dtype
 from jaxlowprec.ops.rounding import rounded
-from jaxlowprec.wiring.out_sharding import spec_of
+from jaxlowprec.wiring.sharding_rule import spec_of
 
 Activation = Literal["gelu", "dgelu"] | None
 

@@ -9,9 +9,8 @@ from typing import Any, Literal
 from jaxlowprec.arguments import shown
 from jaxlowprec.arrays.formats import Format
 from jaxlowprec.ops.sums.kinds import SumKind
-from jaxlowprec.recipes.fields import backward_override
+from jaxlowprec.recipes.fields import Sums, backward_override
 from jaxlowprec.recipes.roles import GEMMS, BackwardOverride, Recipe, Role, Roles
-from jaxlowprec.recipes.sums import Sums
 from jaxlowprec.recipes.transformer_engine import check_common
 
 

@@ -8,9 +8,8 @@ from typing import Literal
 from jaxlowprec.arrays.formats import NVFP4, ScaleRule
 from jaxlowprec.arrays.hadamard import Hadamard
 from jaxlowprec.ops.sums.kinds import SumKind
-from jaxlowprec.recipes.fields import backward_override, check_field, check_one_override
+from jaxlowprec.recipes.fields import Sums, backward_override, check_field, check_one_override, check_sums
 from jaxlowprec.recipes.roles import BackwardOverride, ForwardOverride, Recipe, Role, Roles
-from jaxlowprec.recipes.sums import Sums, check_sums
 
 
 @dataclasses.dataclass(frozen=True)

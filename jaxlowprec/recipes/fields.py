@@ -1,15 +1,61 @@
-"""The common part of recipes' fields: defaults from the environment, and checks."""
+"""Fields that recipes share: defaults from the environment, checks, what a layer is for, and sums over devices."""
 
 from __future__ import annotations
 
 import dataclasses
+import enum
 import os
 import re
 from collections.abc import Sequence
 from typing import Any
 
-from jaxlowprec.arguments import is_one_of, shown
-from jaxlowprec.recipes.uses import HEADS, ROUTERS, Use
+from jaxlowprec.arguments import is_one_of, one_of, shown
+from jaxlowprec.ops.sums.kinds import KINDS, SumKind, draws
+
+ROUTERS = r"(?i)(^|[/.])((\w*_)?(moe|experts?|rout\w*)_)?gate($|[/.])"
+"""Of `DEFAULT_EXCLUDE`: the gates of mixtures of experts. A `gate` may be the projection of a gated MLP, too."""
+HEADS = r"(?i)(^|[/.])((\w+_)?head|(\w+_)?logits?\w*|classifier)($|[/.])"
+"""Of `DEFAULT_EXCLUDE`: the layers that compute logits."""
+
+_GATE = re.compile(r"(?i)(^|[/.])gate$")
+_PERHAPS_A_HEAD = re.compile(r"(?i)(^|[/.])(output|out|fc|decoder|predictions?)$")
+
+
+class Use(enum.Enum):
+    """What a layer is for, as far as it is known beyond its name; the value is what `explain` says."""
+
+    UNKNOWN = ""
+    ROUTER = "a router by its use"
+    HEAD = "a head by its shape or use"
+    PROJECTION = "no router by its shape or use"
+
+
+def use_of(
+    name: str,
+    kernel: tuple[int, int] | None = None,
+    *,
+    has_twin: bool = False,
+    vocabulary: int = 0,
+    is_normalised: bool | None = None,
+) -> Use:
+    """What a layer is whose name may be that of a router, or of a head, but need not be.
+
+    Arguments:
+        name: its path in the model.
+        kernel: (K, N), if they are known.
+        has_twin: a layer beside it has a kernel of the same shape, as the `up` of a gated MLP.
+        vocabulary: the number of rows of the model's embedding, if it is known.
+        is_normalised: whether a softmax is taken along N; None if the result's use is not known.
+    """
+    if _GATE.search(name):
+        if is_normalised is not None:
+            return Use.ROUTER if is_normalised else Use.PROJECTION
+        return Use.PROJECTION if has_twin or (kernel is not None and kernel[1] >= kernel[0]) else Use.UNKNOWN
+    if _PERHAPS_A_HEAD.search(name):
+        in_a_block = re.search(r"\d", name) is not None
+        long = kernel is not None and kernel[1] == vocabulary and not in_a_block
+        return Use.HEAD if is_normalised or long else Use.UNKNOWN
+    return Use.UNKNOWN
 
 
 def environment_flag(variable: str, default: bool = False) -> bool:
@@ -90,3 +136,72 @@ def is_chosen(name: str, include: Sequence[str], exclude: Sequence[str], use: Us
     if use is Use.PROJECTION:
         exclude = [pattern for pattern in exclude if pattern != ROUTERS]
     return any(re.search(p, name) for p in include) and not any(re.search(p, name) for p in exclude)
+
+
+@dataclasses.dataclass(frozen=True)
+class Sums:
+    """In how many bits the partial sums of each GEMM travel, where a mesh splits its contraction axis.
+
+    | GEMM | result | its partial sums are added up under |
+    |---|---|---|
+    | fprop | activations | tensor and sequence parallelism, in layers whose kernel is split along K |
+    | dgrad | their gradients | the same, in layers whose kernel is split along N |
+    | wgrad | the kernel's gradient | data parallelism and FSDP |
+
+    | value | each device sends, a number | error of a sum over 8 devices |
+    |---|---|---|
+    | "float32" | 4 bytes | that of float32 |
+    | "bfloat16" | 2 bytes, each partial sum rounded to nearest | 0.2 % |
+    | "bfloat16_stochastic" | 2 bytes, each partial sum rounded stochastically | 0.3 %, unbiased |
+    | "quantized" | 1.03 bytes: MXFP8, rounded stochastically | 3.7 %, unbiased; 5.3 % where all devices have the sum |
+
+    Quantised sums are added up in float32 in the order of the contraction axis: the bytes do not depend on which device
+    has which part. A result that is scattered over some mesh axes and added up over others, too, is quantised for each
+    of these sums: 6.4 %. GEMMs in high precision, quantisation-aware training and experts add up in float32.
+
+    Arguments:
+        fprop, dgrad, wgrad: one of those values.
+
+    Raises:
+        ValueError: a field has another value.
+
+    Source: numerics.md 16. Errors: relative, of the Frobenius norm, of partial sums that are normally distributed
+        (`tests/ops/sums`).
+
+    >>> import jaxlowprec as jlp
+    >>> jlp.NVFP4BlockScaling(sums=jlp.Sums(fprop="bfloat16", dgrad="bfloat16")).sums.wgrad
+    'float32'
+    >>> jlp.MXFP8BlockScaling(sums="quantized").sums
+    Sums(fprop='quantized', dgrad='quantized', wgrad='quantized')
+    """
+
+    fprop: SumKind = "float32"
+    dgrad: SumKind = "float32"
+    wgrad: SumKind = "float32"
+
+    def __post_init__(self):
+        for gemm in ("fprop", "dgrad", "wgrad"):
+            one_of("Sums", gemm, getattr(self, gemm), *KINDS)
+
+    @property
+    def drawn(self) -> bool:
+        """Whether any sum takes random bits."""
+        return any(draws(kind) for kind in (self.fprop, self.dgrad, self.wgrad))
+
+
+IN_FLOAT32 = Sums()
+
+
+def check_sums(recipe: Any) -> None:
+    """Checks a recipe's field `sums`, and makes one value those of all GEMMs.
+
+    Raises:
+        TypeError: it is neither `Sums` nor a kind of sum.
+    """
+    given = recipe.sums
+    if isinstance(given, Sums):
+        return
+    if not is_one_of(given, KINDS):
+        needs = ", ".join(f'"{kind}"' for kind in KINDS)
+        raise TypeError(f"{type(recipe).__name__}: sums={shown(given)}; needs {needs}, or jaxlowprec.Sums")
+    object.__setattr__(recipe, "sums", Sums(given, given, given))

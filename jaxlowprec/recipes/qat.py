@@ -12,9 +12,8 @@ from typing import Any
 
 from jaxlowprec.arguments import one_of, shown
 from jaxlowprec.arrays.formats import Format, Int4
-from jaxlowprec.recipes.fields import check_patterns, environment_flag, is_chosen
+from jaxlowprec.recipes.fields import HEADS, ROUTERS, Use, check_patterns, environment_flag, is_chosen
 from jaxlowprec.recipes.roles import Recipe, Role, Roles, StraightThrough
-from jaxlowprec.recipes.uses import HEADS, ROUTERS, Use
 
 DEFAULT_EXCLUDE = (
     r"(?i)embed",

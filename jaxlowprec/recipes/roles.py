@@ -15,9 +15,7 @@ from jaxlowprec.arguments import is_one_of, one_of, shown
 from jaxlowprec.arrays.formats import Format, check_amax_epsilon
 from jaxlowprec.arrays.hadamard import Hadamard
 from jaxlowprec.ops.quantize.checks import ROUNDINGS, Rounding, check_eden
-from jaxlowprec.recipes.fields import check_field
-from jaxlowprec.recipes.sums import Sums
-from jaxlowprec.recipes.uses import Use
+from jaxlowprec.recipes.fields import Sums, Use, check_field
 
 if TYPE_CHECKING:
     from jaxlowprec.recipes.transformer_engine import DelayedScaling

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxlowprec.arguments import as_int, shown, whole_number
-from jaxlowprec.recipes.per_layer import check_rule, named
+from jaxlowprec.recipes.composed import check_rule, named
 from jaxlowprec.recipes.roles import Recipe
 
 _WHO = "recipe_schedule"

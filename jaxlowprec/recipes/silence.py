@@ -10,8 +10,8 @@ import warnings
 from collections.abc import Collection, Iterable, Mapping
 from typing import NamedTuple
 
+from jaxlowprec.recipes.composed import PerLayer
 from jaxlowprec.recipes.fields import is_chosen
-from jaxlowprec.recipes.per_layer import PerLayer
 from jaxlowprec.recipes.qat import DEFAULT_EXCLUDE
 from jaxlowprec.recipes.roles import GEMMS, BackwardOverride, Recipe, Roles
 

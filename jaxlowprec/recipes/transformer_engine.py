@@ -9,9 +9,8 @@ from jaxlowprec.arguments import is_one_of, shown
 from jaxlowprec.arrays.formats import MXFP8, NVFP4, Float8, Float8Block, Float8Tensor, ScaleRule
 from jaxlowprec.arrays.hadamard import Hadamard
 from jaxlowprec.ops.sums.kinds import SumKind
-from jaxlowprec.recipes.fields import backward_override, check_field, check_one_override, flag
+from jaxlowprec.recipes.fields import Sums, backward_override, check_field, check_one_override, check_sums, flag
 from jaxlowprec.recipes.roles import BackwardOverride, ForwardOverride, MMParams, QParams, Recipe, Role, Roles
-from jaxlowprec.recipes.sums import Sums, check_sums
 
 Fp8Format = Literal["E4M3", "HYBRID"]
 FourOverSix = Literal["none", "weights", "activations", "all"]

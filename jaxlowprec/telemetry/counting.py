@@ -14,17 +14,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxlowprec.arrays.quantized_array import QuantizedArray
-from jaxlowprec.arrays.row_scaled import as_matrices, lines_of
-from jaxlowprec.ops.dequantize.api import dequantize
+from jaxlowprec.arrays.quantized_array import QuantizedArray, as_matrices, lines_of
+from jaxlowprec.ops.dequantize import dequantize
 from jaxlowprec.ops.grouped_matmul.api import GroupedQuantizedArray
 from jaxlowprec.ops.grouped_matmul.groups import Groups
 from jaxlowprec.ops.grouped_matmul.in_slots import in_slots
-from jaxlowprec.ops.hadamard.api import hadamard_transform
+from jaxlowprec.ops.hadamard import hadamard_transform
 from jaxlowprec.ops.statistics import reference
 from jaxlowprec.ops.statistics.finish import CHANNELS
 from jaxlowprec.ops.statistics.op import moments_op, outliers_op, ragged_of, statistics_op, sums_op
-from jaxlowprec.wiring.out_sharding import replicated
+from jaxlowprec.wiring.sharding_rule import replicated
 
 OUTLIER = 6.0  # root mean squares
 

@@ -14,9 +14,8 @@ from jaxlowprec.arrays.quantized_array import QuantizedArray
 from jaxlowprec.ops.statistics.finish import LENGTH
 from jaxlowprec.recipes.roles import GEMMS, Roles
 from jaxlowprec.telemetry.counting import Quantized, measured, source
-from jaxlowprec.telemetry.group_sampling import RowsByWeights, WithinGroups
 from jaxlowprec.telemetry.probes import AS_TRAINED, GEMM_ERRORS, TENSORS, WEIGHT_CODES, Probe
-from jaxlowprec.telemetry.sampling import Gemm, codes, lines
+from jaxlowprec.telemetry.sampling import Gemm, RowsByWeights, WithinGroups, codes, lines
 
 
 class Kept(NamedTuple):

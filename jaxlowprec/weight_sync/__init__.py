@@ -10,15 +10,13 @@
 
 from jaxlowprec.weight_sync.engines.sglang import SGLang
 from jaxlowprec.weight_sync.engines.sglang_tensors import SGLangTensors
-from jaxlowprec.weight_sync.engines.vllm import VLLM
-from jaxlowprec.weight_sync.engines.vllm_transfer import VLLMTransfer
+from jaxlowprec.weight_sync.engines.vllm import VLLM, VLLMTransfer
 from jaxlowprec.weight_sync.errors import Aborted, PeerLost, PeerTimeout, Refused, SyncError
 from jaxlowprec.weight_sync.folders.delta import DeltaTransport
 from jaxlowprec.weight_sync.folders.directory import DirectoryTransport
 from jaxlowprec.weight_sync.folders.pulling import pull
 from jaxlowprec.weight_sync.manifest import Entry, Manifest
-from jaxlowprec.weight_sync.receiving.comparison import differences
-from jaxlowprec.weight_sync.receiving.filling import to_tree
+from jaxlowprec.weight_sync.receiving.comparison import differences, to_tree
 from jaxlowprec.weight_sync.receiving.receiver import Receiver
 from jaxlowprec.weight_sync.receiving.weights import Weights
 from jaxlowprec.weight_sync.sending.bucketizer import Bucketizer

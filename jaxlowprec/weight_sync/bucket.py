@@ -18,7 +18,7 @@ import xxhash
 
 from jaxlowprec.checkpoints.errors import brief
 from jaxlowprec.checkpoints.files.dtypes import file_dtype, numpy_dtype
-from jaxlowprec.checkpoints.files.file_bytes import memory
+from jaxlowprec.checkpoints.files.open_files import memory
 from jaxlowprec.checkpoints.files.strict_json import repeated
 from jaxlowprec.weight_sync.manifest import MAX_JSON_BYTES, Entry, checked, parse
 

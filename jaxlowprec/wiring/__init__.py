@@ -1,8 +1,17 @@
 """How an op meets JAX and the compiled library."""
 
-from jaxlowprec.wiring.defining import align_varying, as_bytes, define, from_bytes, further_axes, varying_axes
+from jaxlowprec.wiring.defining import (
+    IN_THEIR_DTYPE,
+    Partials,
+    Sums,
+    align_varying,
+    as_bytes,
+    define,
+    from_bytes,
+    further_axes,
+    varying_axes,
+)
 from jaxlowprec.wiring.sharding_rule import ShardingRule
-from jaxlowprec.wiring.sums import IN_THEIR_DTYPE, Partials, Sums
 
 __all__ = [
     "IN_THEIR_DTYPE",

@@ -1,14 +1,4 @@
-"""How an op meets JAX: batching, sharding, result types, lowering per platform and export, in one place for all ops.
-
-`define` composes, from the outside in,
-
-    jit > custom_vmap > custom_partitioning > a Primitive with one lowering rule per platform
-
-jit makes eager calls take its fast path and traces once per shape; custom_vmap turns a mapped axis into one more
-leading batch axis; custom_partitioning keeps sharded operands where they are; the primitive chooses the implementation
-when the platform is known and types its results without a device. All four read the same einops-like rule
-(`sharding_rule`).
-"""
+"""How the partial results of devices are added up."""
 
 from __future__ import annotations
 
@@ -18,7 +8,7 @@ import itertools
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -30,11 +20,50 @@ from jax.interpreters import mlir
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, use_abstract_mesh
 
 from jaxlowprec.wiring.sharding_rule import Placed, ShardingRule, Split
-from jaxlowprec.wiring.sums import IN_THEIR_DTYPE, Partials, Sums
 
 __all__ = ["ShardingRule", "align_varying", "as_bytes", "define", "from_bytes", "further_axes", "varying_axes"]
 
 Avals = Sequence[Any]
+_TILED = re.compile(r"{devices=\[([\d,]+)\](?:([\d,]+)|<=\[([\d,]+)\](?:T\(([\d,]+)\))?)(?: last_tile_dim_replicate)?}")
+
+
+class Partials(NamedTuple):
+    """Where the partial results lie that are added up.
+
+    Attributes:
+        scattered: for each dimension of which a device keeps its part of the sum, the mesh axes of the parts.
+        reduced: the other mesh axes that are added up over: the sum is on all of their devices.
+        elsewhere: the mesh axes whose devices have other parts of the partial results already.
+    """
+
+    scattered: Mapping[int, tuple[str, ...]]
+    reduced: tuple[str, ...]
+    elsewhere: tuple[str, ...]
+
+
+class Sums(Protocol):
+    """How partial results are added up."""
+
+    @property
+    def drawn(self) -> bool:
+        """Whether it takes random words, uint32 [..., 2]."""
+
+    def add_up(self, partial: jax.Array, where: Partials, words: jax.Array | None) -> jax.Array:
+        """The sum of the devices' partial results, or of the own part of it; within the devices' own program."""
+
+
+class _SumsInTheirDtype:
+    drawn = False
+
+    def add_up(self, partial: jax.Array, where: Partials, words: jax.Array | None = None) -> jax.Array:
+        del words
+        for dim, axes in where.scattered.items():
+            partial = jax.lax.psum_scatter(partial, axes, scatter_dimension=dim, tiled=True)
+        return jax.lax.psum(partial, where.reduced) if where.reduced else partial
+
+
+IN_THEIR_DTYPE: Sums = _SumsInTheirDtype()
+"""By XLA's reduce-scatter and all-reduce, in the dtype of the partial results."""
 
 
 def _primes(n: int) -> list[int]:
@@ -323,9 +352,6 @@ def align_varying(*trees: Any) -> tuple[Any, ...]:
         for leaf, v in zip(leaves, varying, strict=True)
     ]
     return jax.tree.unflatten(structure, aligned)
-
-
-_TILED = re.compile(r"{devices=\[([\d,]+)\](?:([\d,]+)|<=\[([\d,]+)\](?:T\(([\d,]+)\))?)(?: last_tile_dim_replicate)?}")
 
 
 def _tiles(sharding: Any, ndim: int) -> list[tuple[int, ...]] | None:

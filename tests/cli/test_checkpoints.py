@@ -7,7 +7,7 @@ import pytest
 
 from jaxlowprec.checkpoints.schemes import from_config
 from jaxlowprec.cli.main import main
-from jaxlowprec.cli.progress import Bar, bar, readable
+from jaxlowprec.cli.streams import Bar, bar, readable
 from tests.checkpoints.small_models import contents, llama, read_config, write_checkpoint
 from tests.helpers import run_python
 

@@ -9,8 +9,8 @@ import jax
 import pytest
 
 from jaxlowprec.cli import info as info_module
+from jaxlowprec.cli.info import VERIFIED_ON_GPUS
 from jaxlowprec.cli.main import main
-from jaxlowprec.cli.verified import VERIFIED_ON_GPUS
 from jaxlowprec.wiring import native
 from tests.helpers import run_python
 

@@ -9,17 +9,16 @@ import jax
 
 from jaxlowprec.ops.activations.op import activation_gradient_op, activation_op
 from jaxlowprec.ops.activations.quantized import activation_gradient_quantize_op, activation_quantize_op
-from jaxlowprec.ops.amax.op import amax_op
-from jaxlowprec.ops.dequantize.op import dequantize_op
+from jaxlowprec.ops.amax import amax_op
+from jaxlowprec.ops.dequantize import dequantize_op
 from jaxlowprec.ops.grouped_matmul.op import grouped_matmul_op, grouped_wgrad_op
 from jaxlowprec.ops.grouped_matmul.quantize_op import grouped_amax_op, grouped_quantize_op
 from jaxlowprec.ops.grouped_matmul.weight_only import grouped_weight_only_op
-from jaxlowprec.ops.hadamard.op import hadamard_op
+from jaxlowprec.ops.hadamard import hadamard_op
 from jaxlowprec.ops.int4 import op as int4
 from jaxlowprec.ops.norms.op import norm_gradient_op, norm_op
 from jaxlowprec.ops.norms.quantized import norm_quantize_op
-from jaxlowprec.ops.quantize.op import quantize_op
-from jaxlowprec.ops.quantize.row_scaled import row_scaled_quantize_op
+from jaxlowprec.ops.quantize.op import quantize_op, row_scaled_quantize_op
 from jaxlowprec.ops.scaled_matmul.op import matmul_op
 from jaxlowprec.ops.statistics.op import moments_op, outliers_op, statistics_op, sums_op
 from jaxlowprec.ops.weight_only_matmul.op import weight_only_op

@@ -16,7 +16,7 @@ from flax import nnx
 from lm import finetuning
 
 import jaxlowprec as jlp
-from jaxlowprec.checkpoints.decoders import exports, folders
+from jaxlowprec.checkpoints import decoders
 from jaxlowprec.checkpoints.files.folder import CheckpointFolder
 from tests.checkpoints.small_models import read_config, write_checkpoint
 from tests.models.decoder import tiny
@@ -130,9 +130,9 @@ def test_transformers_loads_the_weights_of_the_export(family, trained):
         folder, quantization_config=transformers.CompressedTensorsConfig(run_compressed=False), dtype=torch.bfloat16
     )
     found = {name: tensor.view(torch.int16).numpy() for name, tensor in model.state_dict().items()}
-    decoder = folders.load(folder, param_dtype=jnp.bfloat16)
-    mapping = folders.mapping_of(decoder.config)
-    expected = mapping.to_tensors(exports.decoded(nnx.state(decoder, nnx.Param)), dtype=jnp.bfloat16)
+    decoder = decoders.load(folder, param_dtype=jnp.bfloat16)
+    mapping = decoders.mapping_of(decoder.config)
+    expected = mapping.to_tensors(decoders.decoded(nnx.state(decoder, nnx.Param)), dtype=jnp.bfloat16)
     for name, tensor in expected.items():
         if ".experts." not in name:
             np.testing.assert_array_equal(found[name], tensor.view(np.int16), err_msg=name)
@@ -277,7 +277,7 @@ def test_a_vocabulary_without_a_tokenizer_is_refused(text, tmp_path, refused_by)
 
 def test_a_tokenizer_file_is_used(text, models, tmp_path):
     tokenizers = pytest.importorskip("tokenizers", reason="tokenizers is not installed")
-    from jaxlowprec.checkpoints.decoders.tokens import encoded_file, tokens_of
+    from jaxlowprec.checkpoints.tokens import encoded_file, tokens_of
 
     words = tokenizers.models.WordLevel({"the": 0, "low": 1, "bits": 2, "?": 3}, unk_token="?")
     tokenizer = tokenizers.Tokenizer(words)

@@ -14,7 +14,7 @@ import pytest
 import jaxlowprec as jlp
 from jaxlowprec.ops.activations.api import activated, activation_gradients
 from jaxlowprec.ops.activations.quantized import quantized_activation, quantized_activation_gradients
-from jaxlowprec.ops.amax.wanted import Amaxes
+from jaxlowprec.ops.amax import Amaxes
 from jaxlowprec.ops.norms.op import NormSpec, norm_op
 from jaxlowprec.ops.norms.quantized import quantized_norm
 from tests.gpu.sides import assert_same_bytes_on, assert_same_numbers_on, run_on

@@ -8,10 +8,9 @@ import shutil
 
 import numpy as np
 
-from jaxlowprec.checkpoints import CheckpointError
+from jaxlowprec.checkpoints import CheckpointError, decoders
 from jaxlowprec.checkpoints.conversion.convert import Run, dequantize
 from jaxlowprec.checkpoints.conversion.inspect import inspect
-from jaxlowprec.checkpoints.decoders import folders
 from jaxlowprec.cli.inspect import render
 from jaxlowprec.models.decoder.config import DecoderConfig
 from tests.checkpoints.small_models import CONFIG, write_checkpoint
@@ -32,7 +31,7 @@ def read_decoder(data, folder):
     assert len(found.windows) == len(found.sparse) == found.layers
     hash(found)
     try:
-        folders.load(source)
+        decoders.load(source)
     except ValueError:
         return
     raise AssertionError("two tensors are no decoder")

@@ -10,16 +10,16 @@ from jaxlowprec.weight_sync.bucket import BucketHeader
 from jaxlowprec.weight_sync.engines.http import HttpEngine
 from jaxlowprec.weight_sync.errors import SyncError
 from jaxlowprec.weight_sync.folders.delta import DeltaTransport
+from jaxlowprec.weight_sync.folders.layout import RECORD_FILE
+from jaxlowprec.weight_sync.folders.layout import _checksum as checksum_of_record
 from jaxlowprec.weight_sync.folders.pulling import pull
-from jaxlowprec.weight_sync.folders.record import RECORD_FILE
-from jaxlowprec.weight_sync.folders.record import _checksum as checksum_of_record
 from jaxlowprec.weight_sync.manifest import Manifest
 from jaxlowprec.weight_sync.receiving.receiver import Receiver
-from jaxlowprec.weight_sync.transports import messages
-from jaxlowprec.weight_sync.transports.handshake import Keys, admit
-from jaxlowprec.weight_sync.transports.serving import Serving, Slot
+from jaxlowprec.weight_sync.transports import protocol
+from jaxlowprec.weight_sync.transports.protocol import Channel, Kind
+from jaxlowprec.weight_sync.transports.receiving_end import Serving, Slot
+from jaxlowprec.weight_sync.transports.security import Keys, admit
 from jaxlowprec.weight_sync.transports.sockets import Deadline
-from jaxlowprec.weight_sync.transports.stream import Channel, Kind
 from tests.hostile.of_checkpoints import change_file, made_in
 from tests.hostile.target import Target
 from tests.weight_sync.syncing import SECRET, is_whole, model, packed, sync
@@ -93,9 +93,9 @@ def session_seeds():
     begin = f"2 {manifest.to_json().decode()}"
     frames = [[Kind.VERSION, "", ""], [Kind.PAUSE, '{"timeout":1}', ""], [Kind.BEGIN, begin, ""]]
     frames += [[Kind.BUCKET, json.loads(b.header.to_json()), bytes(b.payload).hex()] for b in buckets]
-    commit = messages.write(version=2, manifest_hash=manifest.hash).decode()
+    commit = protocol.write(version=2, manifest_hash=manifest.hash).decode()
     ends = [[Kind.COMMIT, commit, ""], [Kind.RESUME, "", ""]]
-    aborted = [[Kind.ABORT, messages.write(reason="enough").decode(), ""], [Kind.RESUME, "", ""]]
+    aborted = [[Kind.ABORT, protocol.write(reason="enough").decode(), ""], [Kind.RESUME, "", ""]]
     return [json.dumps(frames + ends).encode(), json.dumps(frames + aborted).encode()]
 
 
@@ -146,16 +146,16 @@ def frames_seed():
 
 def texts(data, folder):
     """The messages beside manifests and buckets; the first byte chooses one."""
-    readers = (messages.read_version, messages.read_timeout, messages.read_commit, messages.read_reason)
-    reader = (*readers, messages.read_begin, messages.read_error)[data[0] % 6 if data else 0]
+    readers = (protocol.read_version, protocol.read_timeout, protocol.read_commit, protocol.read_reason)
+    reader = (*readers, protocol.read_begin, protocol.read_error)[data[0] % 6 if data else 0]
     reader(data[1:])
 
 
 def text_seeds():
-    begin = messages.write_begin(2, packed(model(2), 2)[0])
+    begin = protocol.write_begin(2, packed(model(2), 2)[0])
     fields = ({"version": 2}, {"timeout": 2.5}, {"version": 2, "manifest_hash": "ab"}, {"reason": "the trainer stops"})
-    said = [messages.write(**of_one) for of_one in fields]
-    said += [begin, messages.write_error(OSError("no space left"))]
+    said = [protocol.write(**of_one) for of_one in fields]
+    said += [begin, protocol.write_error(OSError("no space left"))]
     return [bytes([i]) + text for i, text in enumerate(said)]
 
 

@@ -9,7 +9,7 @@ import pytest
 
 import jaxlowprec as jlp
 from jaxlowprec import Role
-from jaxlowprec.ops.quantize.keys import further_words, slice_words
+from jaxlowprec.ops.quantize.random_bits import further_words, slice_words
 from tests.helpers import assert_same_bytes, random_array
 from tests.layers.fused.layers import EXACT, composed_mlp
 

@@ -9,13 +9,13 @@ import pytest
 import jaxlowprec as jlp
 from jaxlowprec.ops.activations.api import activated, activation_gradients
 from jaxlowprec.ops.activations.quantized import quantized_activation
-from jaxlowprec.ops.amax.wanted import Amaxes
+from jaxlowprec.ops.amax import Amaxes
 from jaxlowprec.ops.grouped_matmul.api import multiply_groups, multiply_within_groups, quantize_groups
 from jaxlowprec.ops.grouped_matmul.weight_only import grouped_weight_only
 from jaxlowprec.ops.norms.api import NormSpec, normed
 from jaxlowprec.ops.norms.quantized import quantized_norm
 from jaxlowprec.ops.statistics.op import moments_op, outliers_op, statistics_op, sums_op
-from jaxlowprec.ops.sum_over_rows.op import sum_over_rows_op
+from jaxlowprec.ops.sum_over_rows import sum_over_rows_op
 from jaxlowprec.ops.weight_only_matmul.api import weight_only_matmuls
 from tests import native_calls
 from tests.helpers import assert_same_bytes, random_array

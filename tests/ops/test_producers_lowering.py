@@ -8,10 +8,10 @@ import jaxlowprec as jlp
 from jaxlowprec.ops.activations.api import ACTIVATIONS, activated, activation_gradients
 from jaxlowprec.ops.activations.quantized import quantized_activation, quantized_activation_gradients
 from jaxlowprec.ops.activations.reference import RULES
-from jaxlowprec.ops.amax.wanted import Amaxes
+from jaxlowprec.ops.amax import Amaxes
 from jaxlowprec.ops.norms.op import NormSpec, norm_gradient_op
 from jaxlowprec.ops.norms.quantized import quantized_norm
-from jaxlowprec.ops.sum_over_rows.op import sum_over_rows_op
+from jaxlowprec.ops.sum_over_rows import sum_over_rows_op
 from tests.cuda_without_gpu.claiming_cuda import claiming_cuda, custom_calls
 
 ROWS, ROW, NUMBERS = "2x40x96xbf16", "2x96xf32", "2x40xf32"

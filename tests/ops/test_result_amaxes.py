@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from jaxlowprec.ops.activations.api import activated, activation_gradients
-from jaxlowprec.ops.amax.wanted import Amaxes
+from jaxlowprec.ops.amax import Amaxes
 from jaxlowprec.ops.norms.api import NormSpec, normed
 from tests import numpy_oracle
 from tests.eager import jlp

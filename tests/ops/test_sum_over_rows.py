@@ -7,8 +7,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from jaxlowprec.ops.activations.api import activation_gradients
-from jaxlowprec.ops.amax.wanted import Amaxes
-from jaxlowprec.ops.sum_over_rows.op import sum_over_rows_op
+from jaxlowprec.ops.amax import Amaxes
+from jaxlowprec.ops.sum_over_rows import sum_over_rows_op
 from tests.eager import evaluated, jlp
 from tests.helpers import FLOATS, assert_same_bytes, random_array
 from tests.numpy_oracle import producers

@@ -147,7 +147,14 @@ def upwards(name):
 def test_imports_point_one_way():
     found = {name: modules for name in MODULES[1:] if (modules := upwards(name))}
     # QuantizedArray.dequantize() is the op's shorthand, looked up when it is called.
-    assert found == {"jaxlowprec.arrays.quantized_array": {"jaxlowprec.ops.dequantize.api"}}
+    assert found == {"jaxlowprec.arrays.quantized_array": {"jaxlowprec.ops.dequantize"}}
+
+
+def test_linen_and_nnx_do_not_import_each_other():
+    for room, other in (("linen", "nnx"), ("nnx", "linen")):
+        names = [name for name in MODULES if name.split(".")[1:2] == [room]]
+        found = {module for name in names for module in imported(tree_of(name), name)}
+        assert names and not any(module.split(".")[:2] == ["jaxlowprec", other] for module in found), room
 
 
 MOST_POSITIONAL = 7

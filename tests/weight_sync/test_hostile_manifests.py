@@ -12,10 +12,9 @@ from jaxlowprec.weight_sync import Entry, Manifest, PeerLost, Receiver, Refused
 from jaxlowprec.weight_sync import manifest as manifest_module
 from jaxlowprec.weight_sync.bucket import BucketHeader, checksum, pack, place
 from jaxlowprec.weight_sync.receiving.staging import Staging
-from jaxlowprec.weight_sync.transports.handshake import Keys, introduce
-from jaxlowprec.weight_sync.transports.messages import write
+from jaxlowprec.weight_sync.transports.protocol import Channel, Kind, write
+from jaxlowprec.weight_sync.transports.security import Keys, introduce
 from jaxlowprec.weight_sync.transports.sockets import Deadline
-from jaxlowprec.weight_sync.transports.stream import Channel, Kind
 from tests.weight_sync.syncing import SECRET, is_whole, over_tcp, sync
 
 LONGEST = 500  # characters of a message

@@ -13,7 +13,7 @@
 namespace jaxlowprec {
 namespace {
 
-/// Which amaxes of each result are wanted, as jaxlowprec/ops/amax/wanted.py names them.
+/// Which amaxes of each result are wanted, as jaxlowprec/ops/amax.py names them.
 struct WantedAmaxes {
   bool plain, rotated;
   int32_t sign_mask;

@@ -21,19 +21,17 @@ from jaxlowprec.checkpoints.calibration.layers import (
     embedded,
     negative_log_likelihood,
 )
-from jaxlowprec.checkpoints.calibration.text import Rows, rows_of
-from jaxlowprec.checkpoints.conversion.calibrating import Calibrated
-from jaxlowprec.checkpoints.conversion.plan import Arrays, Job, Plan
+from jaxlowprec.checkpoints.conversion.plan import Arrays, Calibrated, Job, Plan
 from jaxlowprec.checkpoints.errors import CheckpointError
-from jaxlowprec.checkpoints.files.dtypes import HIGH_PRECISION
+from jaxlowprec.checkpoints.files.dtypes import HIGH_PRECISION, all_finite
 from jaxlowprec.checkpoints.files.folder import CheckpointFolder
 from jaxlowprec.checkpoints.files.safetensors_file import SafetensorsFile, SafetensorsWriter
 from jaxlowprec.checkpoints.files.safetensors_header import TensorSpec
 from jaxlowprec.checkpoints.files.written_whole import TEMPORARY_PREFIX
-from jaxlowprec.checkpoints.schemes.magnitudes import all_finite
+from jaxlowprec.checkpoints.tokens import Rows, rows_of
 from jaxlowprec.checkpoints.trees.rule import EXPERT
 from jaxlowprec.models.decoder.config import DecoderConfig
-from jaxlowprec.telemetry.second_moments import Inputs, added
+from jaxlowprec.telemetry.scopes import Inputs, added
 
 _EXPERT = re.compile(r"(?s)(.*\.experts\.)(\d+)(\..*)")
 

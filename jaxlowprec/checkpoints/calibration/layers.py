@@ -14,15 +14,14 @@ from flax import nnx
 
 import jaxlowprec as jlp
 from jaxlowprec.arguments import as_array
-from jaxlowprec.checkpoints.conversion.expert_arrays import SingleWeights
-from jaxlowprec.checkpoints.decoders.folders import mapping_of, require_counts
+from jaxlowprec.checkpoints.conversion.modules import SingleWeights
+from jaxlowprec.checkpoints.decoders import mapping_of, require_counts
 from jaxlowprec.checkpoints.errors import CheckpointError
 from jaxlowprec.checkpoints.files.folder import CheckpointFolder
+from jaxlowprec.models.decoder.attention import Parts
 from jaxlowprec.models.decoder.config import DecoderConfig
 from jaxlowprec.models.decoder.model import Decoder, Layer, log_probabilities
-from jaxlowprec.models.decoder.parts import Parts
-from jaxlowprec.telemetry.scopes import entered
-from jaxlowprec.telemetry.second_moments import Inputs, SecondMoments
+from jaxlowprec.telemetry.scopes import Inputs, SecondMoments, entered
 
 _DTYPE = jnp.dtype(jnp.float32)
 

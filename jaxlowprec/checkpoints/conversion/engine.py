@@ -13,11 +13,11 @@ import numpy as np
 
 from jaxlowprec.checkpoints.conversion.plan import Arrays, Job, Plan
 from jaxlowprec.checkpoints.errors import CheckpointError
-from jaxlowprec.checkpoints.files.file_bytes import memory
+from jaxlowprec.checkpoints.files.dtypes import all_finite
 from jaxlowprec.checkpoints.files.folder import CheckpointFolder
+from jaxlowprec.checkpoints.files.open_files import memory
 from jaxlowprec.checkpoints.files.safetensors_file import METADATA, SafetensorsFile, SafetensorsWriter
 from jaxlowprec.checkpoints.files.safetensors_header import layout_header
-from jaxlowprec.checkpoints.schemes.magnitudes import all_finite
 
 Progress = Callable[[int, int, str], None]
 """Called with the bytes done, the bytes in all, and the name of what is being converted."""

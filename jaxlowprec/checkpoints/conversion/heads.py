@@ -7,8 +7,7 @@ import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from jaxlowprec.checkpoints.conversion.presets import EMBEDDINGS, HEADS, KINDS, ROUTERS, SHARED_EXPERT_GATES
-from jaxlowprec.checkpoints.conversion.rules import matching
+from jaxlowprec.checkpoints.conversion.rules import EMBEDDINGS, HEADS, KINDS, ROUTERS, SHARED_EXPERT_GATES, matching
 from jaxlowprec.checkpoints.files.config import text_configs
 from jaxlowprec.checkpoints.files.dtypes import same_bytes
 from jaxlowprec.checkpoints.files.folder import CheckpointFolder

@@ -1,15 +1,19 @@
-"""What a conversion will write. Every file, tensor and byte is known before anything is computed."""
+"""The plan of a conversion: every file, tensor and byte is known before anything is computed, and a calibration, which
+computes the model (`checkpoints.calibration`), changes only how codes and scales are chosen.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import pathlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from jaxlowprec.checkpoints.errors import CheckpointError
 from jaxlowprec.checkpoints.files.dtypes import file_dtype
+from jaxlowprec.checkpoints.files.folder import CheckpointFolder
 from jaxlowprec.checkpoints.files.safetensors_header import TensorSpec
 from jaxlowprec.checkpoints.schemes.base import Scheme, as_dtype
 
@@ -136,3 +140,55 @@ def output_specs(scheme: Scheme, module: str, spec: TensorSpec) -> dict[str, Ten
         f"{module}{scheme.joint}{suffix}": TensorSpec(file_dtype(as_dtype(name)), tuple(shape))
         for suffix, (name, shape) in announced
     }
+
+
+@dataclasses.dataclass(frozen=True)
+class Calibrated:
+    """What a calibration found.
+
+    Attributes:
+        perplexity_before, perplexity_after: of the source and of the quantised model, on text that it was not
+            calibrated by.
+        calibration_tokens: the number of tokens that it was calibrated by.
+        held_out_tokens: the number of tokens that they were measured on.
+        layer_errors: for each layer, the norm of the change of its result over that of the result, by what it reads
+            behind the quantised layers before it.
+        weight_errors: for each module, the same of its linear, by the inputs that it was calibrated by.
+        without_inputs: modules quantised by their weights alone: those outside of layers, and experts that no token of
+            the text was sent to.
+    """
+
+    perplexity_before: float
+    perplexity_after: float
+    calibration_tokens: int
+    held_out_tokens: int
+    layer_errors: Sequence[float]
+    weight_errors: Mapping[str, float]
+    without_inputs: Sequence[str]
+
+
+class Prepared(Protocol):
+    """A calibration of one checkpoint, whose arguments were checked."""
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What says whether two calibrations give the same bytes, for JSON."""
+
+    def choose(
+        self, plan: Plan, source: CheckpointFolder, destination: pathlib.Path, done: Callable[[int], None]
+    ) -> tuple[Plan, Calibrated]:
+        """The plan with the tensors that were chosen. They may lie in the destination under temporary names.
+
+        Arguments:
+            plan: of the conversion.
+            source: what is converted.
+            destination: the claimed folder.
+            done: called with the bytes of the source that were calibrated.
+        """
+
+
+class Calibrating(Protocol):
+    """How checkpoints are calibrated."""
+
+    def prepare(self, plan: Plan, source: CheckpointFolder) -> Prepared:
+        """Checks that this plan can be calibrated. Raises CheckpointError if not."""

@@ -11,15 +11,6 @@ from typing import Any
 
 import numpy as np
 
-from jaxlowprec.checkpoints.conversion.choice import Choice, config_scheme, require_one_scheme_in_a_unit
-from jaxlowprec.checkpoints.conversion.expert_arrays import (
-    ARRAY,
-    GPT_OSS,
-    Weight,
-    is_transposed,
-    model_types,
-    weights_of,
-)
 from jaxlowprec.checkpoints.conversion.heads import (
     LM_HEAD,
     NOT_LOOKED_UP,
@@ -29,24 +20,38 @@ from jaxlowprec.checkpoints.conversion.heads import (
     reading_warnings,
     with_true_tie,
 )
-from jaxlowprec.checkpoints.conversion.modules import GPTQ_FILE, MODELOPT_FILE, holds_codes, is_quantised, naming
+from jaxlowprec.checkpoints.conversion.modules import (
+    ARRAY,
+    GPT_OSS,
+    GPTQ_FILE,
+    MODELOPT_FILE,
+    Weight,
+    holds_codes,
+    is_quantised,
+    is_transposed,
+    model_types,
+    naming,
+    weights_of,
+)
 from jaxlowprec.checkpoints.conversion.plan import Arrays, Job, Left, Plan, copy_job, output_specs, require_distinct
-from jaxlowprec.checkpoints.conversion.presets import KINDS
 from jaxlowprec.checkpoints.conversion.rules import (
+    KINDS,
+    Choice,
     Rules,
     config_ignore,
+    config_scheme,
     disagreements,
     experts_of,
     fused_siblings,
     matching,
+    require_one_scheme_in_a_unit,
     splits,
 )
 from jaxlowprec.checkpoints.errors import CheckpointError
 from jaxlowprec.checkpoints.files.config import quantization_of, with_quantization
-from jaxlowprec.checkpoints.files.dtypes import HIGH_PRECISION, numpy_dtype
+from jaxlowprec.checkpoints.files.dtypes import HIGH_PRECISION, amax, numpy_dtype
 from jaxlowprec.checkpoints.files.folder import CheckpointFolder
 from jaxlowprec.checkpoints.schemes.base import Scheme
-from jaxlowprec.checkpoints.schemes.magnitudes import amax
 
 ARRAYS = "all experts' weights in one array"
 _FUSED_EXPERTS = re.compile(r"(.*\.experts)\.[^.]+")

@@ -15,8 +15,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from jaxlowprec.checkpoints.errors import CheckpointError
-from jaxlowprec.checkpoints.files.file_bytes import about
 from jaxlowprec.checkpoints.files.folder import CONFIG_FILE, INDEX_FILE, CheckpointFolder
+from jaxlowprec.checkpoints.files.open_files import about
 from jaxlowprec.checkpoints.files.plain_folders import is_leftover, remove_temporaries, require_plain
 from jaxlowprec.checkpoints.files.written_whole import read_json_object, write_json
 

@@ -1,8 +1,12 @@
-"""Which modules are quantised: rules over module names, read as the engines read them.
+"""Rules over module names, read as engines read them: which modules are quantised, and to which scheme.
 
 A rule is a module's exact name, or "re:" and a regular expression that is matched from the name's start (`re.match`).
 compressed-tensors, transformers and vLLM read the `ignore` entries of a checkpoint's config in this way. slime compares
 the same entries with tensor names, where a plain name is a prefix; `disagreements` says where that changes the result.
+
+The default rules name weights that stay in high precision, as published models call them. Every expression ends in
+`(\\.|$)` or may end anywhere. So it matches a module's name, the name of its weight and the names inside the module,
+and programs that compare rules with tensor names decide in the same way.
 """
 
 from __future__ import annotations
@@ -15,6 +19,38 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from jaxlowprec.checkpoints.errors import CheckpointError
+from jaxlowprec.checkpoints.schemes.base import Scheme
+from jaxlowprec.checkpoints.schemes.mixed import ConfigGroup, Mixed, why_not_together
+
+HEADS = r"re:(.*\.)?(lm_head|output_layer|embed_out|shared_head\.head|score|classifier|v_head)(\.|$)"
+EMBEDDINGS = r"re:(.*\.)?([^.]*embed[^.]*|wte|wpe)(\.|$)"
+NORMS = r"re:(.*\.)?([^.]*norm[^.]*|ln_[^.]*)(\.|$)"
+ROUTERS = r"re:(.*\.)?(gate|router|wg)(\.|$)"
+SHARED_EXPERT_GATES = r"re:.*\.shared_experts?_gate(\.|$)"
+VISION = (
+    r"re:(.*\.)?(visual|vision_[^.]+|vit|image_newline|mm_projector|multi_modal_projector|multimodal_projector|mlp1"
+    r"|audio_[^.]+|aligner)(\.|$)"
+)
+LINEAR_ATTENTION = r"re:(.*\.)?(linear_attn|conv1d|mamba)(\.|$)"
+MULTI_TOKEN_PREDICTION = r"re:(.*\.)?(eh_proj|mtp\.fc)(\.|$)"
+INDEXERS = r"re:.*\.indexer(\.|$)"  # DeepSeek-V3.2's sparse attention: it only chooses tokens
+
+KINDS = {
+    HEADS: "heads",
+    EMBEDDINGS: "embeddings",
+    NORMS: "norms",
+    ROUTERS: "routers",
+    SHARED_EXPERT_GATES: "shared experts' gates",
+    VISION: "vision and audio",
+    LINEAR_ATTENTION: "linear attention",
+    MULTI_TOKEN_PREDICTION: "multi-token prediction's projections",
+    INDEXERS: "sparse attention's indexers",
+}
+"""What each default rule is for."""
+
+DEFAULTS = tuple(KINDS)
+"""For Llama, Qwen, Mixtral, DeepSeek and GLM models, with vision and multi-token prediction, and similar names."""
+
 
 FUSED = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
@@ -199,3 +235,67 @@ def slime_matches(tensor: str, rule: str) -> bool:
     if rule.startswith("re:"):
         return bool(_pattern(rule).match(tensor))
     return tensor.startswith(rule)
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """A scheme, and other schemes for the modules that rules match. The first rule that matches is followed.
+
+    Attributes:
+        default: the scheme of all other modules.
+        overrides: rules, as in `Rules`, and their schemes.
+
+    Raises:
+        CheckpointError: a rule that is not valid, or schemes that no configuration names together.
+    """
+
+    default: Scheme
+    overrides: tuple[tuple[str, Scheme], ...] = ()
+
+    def __post_init__(self):
+        for rule, _ in self.overrides:
+            check_rule(rule)
+        if mixed := [scheme for scheme in self.schemes if isinstance(scheme, Mixed)]:
+            names = ", ".join(scheme.name for scheme in mixed[0].schemes)
+            raise CheckpointError(f"scheme is a Mixed ({names}); give one of its schemes, and the others as overrides")
+        if len(self.schemes) > 1 and (why := why_not_together(self.schemes)):
+            raise CheckpointError(why)
+
+    @property
+    def schemes(self) -> tuple[Scheme, ...]:
+        """All different schemes."""
+        return tuple(dict.fromkeys((self.default, *(scheme for _, scheme in self.overrides))))
+
+    def of(self, module: str) -> Scheme:
+        """The scheme of a module."""
+        return next((scheme for rule, scheme in self.overrides if matching(module, [rule])), self.default)
+
+
+def config_scheme(chosen: Mapping[str, Scheme]) -> Scheme:
+    """The scheme that writes the configuration: the only one, or a `Mixed` whose targets name the modules exactly.
+
+    The experts of a layer are named by one expression, since a layer may have hundreds of them. All have one scheme.
+
+    Arguments:
+        chosen: the scheme of each quantised module.
+    """
+    of_scheme: dict[Scheme, dict[str, None]] = defaultdict(dict)
+    for module, scheme in sorted(chosen.items()):
+        experts = experts_of(module) if scheme.regex_ignores else None
+        of_scheme[scheme][rf"re:{re.escape(experts)}\." if experts else module] = None
+    if len(of_scheme) == 1:
+        return next(iter(of_scheme))
+    return Mixed(tuple(ConfigGroup(tuple(targets), scheme) for scheme, targets in of_scheme.items()))
+
+
+def require_one_scheme_in_a_unit(chosen: Mapping[str, Scheme]) -> None:
+    """Raises CheckpointError if weights that engines hold as one matrix have different schemes."""
+    first: dict[str, str] = {}
+    for module in sorted(chosen):
+        for unit in fused_units(module):
+            other = first.setdefault(unit, module)
+            if chosen[other] != chosen[module]:
+                raise CheckpointError(
+                    f"{other} would be {chosen[other].name} and {module} {chosen[module].name}, but engines hold them "
+                    "as one weight; give both one scheme: a --scheme-for rule must match both or neither"
+                )

@@ -1,4 +1,4 @@
-"""The known families, and the mapping of a checkpoint by its config."""
+"""The mapping of a checkpoint by its config: the rules of its family, completed by what the config says."""
 
 from __future__ import annotations
 
@@ -7,46 +7,24 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from jaxlowprec.checkpoints.errors import CheckpointError, brief
-from jaxlowprec.checkpoints.families import (
-    deepseek,
-    flax_gemma,
-    gemma,
-    glm,
-    gpt_oss,
-    llama,
-    maxtext,
-    mixtral,
-    phi,
-    qwen,
-    tunix,
-)
-from jaxlowprec.checkpoints.families.family import Family
+from jaxlowprec.checkpoints.families import other_trainers
+from jaxlowprec.checkpoints.families.families import FAMILIES, Family
 from jaxlowprec.checkpoints.families.parts import fused_qkv, fused_qkv_bias, with_stacked
 from jaxlowprec.checkpoints.trees.layout import parsed
 from jaxlowprec.checkpoints.trees.mapping import Rule, TreeMapping
 
-FAMILIES: tuple[Family, ...] = (
-    llama.FAMILY,
-    qwen.DENSE,
-    qwen.MIXTURE,
-    gemma.FAMILY,
-    phi.FAMILY,
-    mixtral.FAMILY,
-    deepseek.FAMILY,
-    glm.DENSE,
-    glm.MIXTURE,
-    gpt_oss.FAMILY,
-)
-
 Source = Literal["hugging_face", "maxtext", "tunix", "flax_gemma"]
 
 _FOREIGN: Mapping[tuple[str, str], TreeMapping] = {
-    ("maxtext", "LlamaForCausalLM"): maxtext.LLAMA,
-    **{("maxtext", f"{name}ForCausalLM"): maxtext.QWEN for name in ("Qwen2", "Qwen3", "Qwen3Moe")},
-    ("maxtext", "Gemma3ForCausalLM"): maxtext.GEMMA3,
-    **{("tunix", f"{name}ForCausalLM"): tunix.DECODER for name in ("Llama", "Qwen2", "Qwen3", "Qwen3Moe")},
-    **{("tunix", f"{name}ForCausalLM"): flax_gemma.TUNIX for name in ("Gemma2", "Gemma3")},
-    **{("flax_gemma", f"{name}ForCausalLM"): flax_gemma.FLAX for name in ("Gemma2", "Gemma3")},
+    ("maxtext", "LlamaForCausalLM"): other_trainers.MAXTEXT_LLAMA,
+    **{("maxtext", f"{name}ForCausalLM"): other_trainers.MAXTEXT_QWEN for name in ("Qwen2", "Qwen3", "Qwen3Moe")},
+    ("maxtext", "Gemma3ForCausalLM"): other_trainers.MAXTEXT_GEMMA3,
+    **{
+        ("tunix", f"{name}ForCausalLM"): other_trainers.TUNIX_DECODER
+        for name in ("Llama", "Qwen2", "Qwen3", "Qwen3Moe")
+    },
+    **{("tunix", f"{name}ForCausalLM"): other_trainers.TUNIX_GEMMA for name in ("Gemma2", "Gemma3")},
+    **{("flax_gemma", f"{name}ForCausalLM"): other_trainers.FLAX_GEMMA for name in ("Gemma2", "Gemma3")},
 }
 """Mappings for trees of other programs, by the program and the architecture."""
 
@@ -110,7 +88,7 @@ def _foreign(config: Mapping[str, Any], tree: str) -> TreeMapping:
             f"mapping_for: tree={tree!r} with {name}; known are {known}. For others, write a TreeMapping: {_PAGE} "
             "shows how"
         )
-    return maxtext.with_factors(_FOREIGN[tree, name], config)
+    return other_trainers.with_factors(_FOREIGN[tree, name], config)
 
 
 def family_of(config: Mapping[str, Any]) -> Family:

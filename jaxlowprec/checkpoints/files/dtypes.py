@@ -1,4 +1,4 @@
-"""The dtypes of safetensors files, by their names in the files."""
+"""The dtypes of safetensors files, by their names in the files, and the largest magnitude in an array of one."""
 
 from __future__ import annotations
 
@@ -96,3 +96,39 @@ def same_bytes(one: np.ndarray, other: np.ndarray) -> bool:
         return False
     bits = f"u{one.dtype.itemsize}"
     return bool(np.array_equal(np.ascontiguousarray(one).view(bits), np.ascontiguousarray(other).view(bits)))
+
+
+def amax(array: np.ndarray) -> float:
+    """The largest magnitude of a bfloat16, float16 or float32 array; NaN or infinity if it holds one.
+
+    Magnitudes have the order of their bits without the sign, NaN last and infinity before it, so integers are compared.
+
+    >>> amax(np.float32([1, -3]))
+    3.0
+    """
+    if not array.size:
+        return 0.0
+    bits = np.dtype(f"u{array.dtype.itemsize}")
+    sign = 1 << (8 * bits.itemsize - 1)
+    unsigned = array.view(bits)
+    negative = int(unsigned.max()) & (sign - 1) if int(unsigned.max()) & sign else 0
+    largest = max(int(array.view(f"i{bits.itemsize}").max()), negative)
+    return float(np.array(largest, bits).view(array.dtype))
+
+
+def all_finite(array: np.ndarray) -> bool:
+    """Whether a bfloat16, float16 or float32 array holds neither NaN nor infinity.
+
+    >>> all_finite(np.float32([1, np.inf]))
+    False
+    """
+    return bool(np.isfinite(amax(array)))
+
+
+def limit(dtype: np.dtype) -> float:
+    """The largest number of a dtype.
+
+    >>> limit(np.dtype("float16"))
+    65504.0
+    """
+    return float(ml_dtypes.finfo(dtype).max)

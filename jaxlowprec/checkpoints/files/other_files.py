@@ -8,9 +8,8 @@ import stat
 from collections.abc import Collection
 
 from jaxlowprec.checkpoints.conversion.resume import MANIFEST
-from jaxlowprec.checkpoints.files.folder import CONFIG_FILE, INDEX_FILE, CheckpointFolder
+from jaxlowprec.checkpoints.files.folder import CONFIG_FILE, INDEX_FILE, CheckpointFolder, real_path
 from jaxlowprec.checkpoints.files.plain_folders import entries, make_folder_in
-from jaxlowprec.checkpoints.files.source_links import real_path
 from jaxlowprec.checkpoints.files.written_whole import TEMPORARY_PREFIX, copy_whole
 
 _OTHER_WEIGHTS = re.compile(

@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxlowprec.checkpoints.errors import CheckpointError
 from jaxlowprec.checkpoints.files.dtypes import file_dtype, numpy_dtype
-from jaxlowprec.checkpoints.files.file_bytes import OpenFile, copy_range, memory
+from jaxlowprec.checkpoints.files.open_files import OpenFile, TensorFile, copy_range, memory
 from jaxlowprec.checkpoints.files.safetensors_header import (
     LENGTH_BYTES,
     MAX_HEADER_BYTES,
@@ -22,7 +22,6 @@ from jaxlowprec.checkpoints.files.safetensors_header import (
     layout_header,
     parse_header,
 )
-from jaxlowprec.checkpoints.files.tensor_file import TensorFile
 from jaxlowprec.checkpoints.files.written_whole import FilledFile
 
 METADATA = {"format": "pt"}

@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from jaxlowprec.checkpoints.errors import CheckpointError
-from jaxlowprec.checkpoints.files.file_bytes import OpenFile, about, copy_range
+from jaxlowprec.checkpoints.files.open_files import OpenFile, about, copy_range
 from jaxlowprec.checkpoints.files.safetensors_header import MAX_HEADER_BYTES
 from jaxlowprec.checkpoints.files.strict_json import load_json
 

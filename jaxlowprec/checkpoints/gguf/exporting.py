@@ -15,16 +15,14 @@ from typing import Any
 
 import numpy as np
 
-from jaxlowprec.checkpoints.conversion.choice import Choice
 from jaxlowprec.checkpoints.conversion.convert import Report, Run
 from jaxlowprec.checkpoints.conversion.engine import Counter, in_parallel
 from jaxlowprec.checkpoints.conversion.heads import shares_embedding
 from jaxlowprec.checkpoints.conversion.modules import QuantisedModule, naming, quantised_modules, scheme_of
 from jaxlowprec.checkpoints.conversion.plan import Job, Plan
-from jaxlowprec.checkpoints.conversion.presets import DEFAULTS
 from jaxlowprec.checkpoints.conversion.quantizing import plan_quantization
 from jaxlowprec.checkpoints.conversion.resume import check_unchanged, fingerprint
-from jaxlowprec.checkpoints.conversion.rules import Rules
+from jaxlowprec.checkpoints.conversion.rules import DEFAULTS, Choice, Rules
 from jaxlowprec.checkpoints.errors import CheckpointError, brief
 from jaxlowprec.checkpoints.files.config import quantization_of, without_quantization
 from jaxlowprec.checkpoints.files.dtypes import HIGH_PRECISION

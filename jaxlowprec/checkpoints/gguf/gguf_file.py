@@ -12,8 +12,7 @@ import numpy as np
 
 from jaxlowprec.checkpoints.conversion.inspect import InspectedModule, Inspection
 from jaxlowprec.checkpoints.errors import CheckpointError, brief, escaped
-from jaxlowprec.checkpoints.files.file_bytes import OpenFile, memory
-from jaxlowprec.checkpoints.files.tensor_file import TensorFile
+from jaxlowprec.checkpoints.files.open_files import OpenFile, TensorFile, memory
 from jaxlowprec.checkpoints.files.written_whole import FilledFile
 from jaxlowprec.checkpoints.gguf.block_types import DECODED, Decoder
 from jaxlowprec.checkpoints.gguf.header import (

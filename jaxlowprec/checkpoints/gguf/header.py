@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from jaxlowprec.checkpoints.errors import CheckpointError, brief
-from jaxlowprec.checkpoints.files.file_bytes import OpenFile, memory
+from jaxlowprec.checkpoints.files.open_files import OpenFile, memory
 from jaxlowprec.checkpoints.gguf.block_types import BY_NUMBER, TYPES, BlockType
 
 MAGIC, VERSION, READ_VERSIONS = b"GGUF", 3, (2, 3)

@@ -20,7 +20,7 @@ from jaxlowprec.checkpoints.conversion.resume import check_apart, check_claim, c
 from jaxlowprec.checkpoints.conversion.rules import splits
 from jaxlowprec.checkpoints.errors import CheckpointError, brief
 from jaxlowprec.checkpoints.files.config import with_quantization
-from jaxlowprec.checkpoints.files.dtypes import HIGH_PRECISION, file_dtype
+from jaxlowprec.checkpoints.files.dtypes import HIGH_PRECISION, all_finite, file_dtype
 from jaxlowprec.checkpoints.files.folder import CONFIG_FILE, SINGLE_FILE, CheckpointFolder, write_index
 from jaxlowprec.checkpoints.files.safetensors_header import TensorSpec
 from jaxlowprec.checkpoints.files.written_whole import write_json
@@ -39,7 +39,6 @@ from jaxlowprec.checkpoints.gguf.names import (
 )
 from jaxlowprec.checkpoints.schemes import Scheme
 from jaxlowprec.checkpoints.schemes.base import as_dtype
-from jaxlowprec.checkpoints.schemes.magnitudes import all_finite
 
 _SHARD_BYTES = 5 * 10**9
 _SHOWN = 8

@@ -18,7 +18,7 @@ from jaxlowprec.arguments import shown
 from jaxlowprec.arrays.formats import Format
 from jaxlowprec.arrays.quantized_array import QuantizedArray
 from jaxlowprec.checkpoints.errors import CheckpointError
-from jaxlowprec.checkpoints.schemes.magnitudes import all_finite, amax, limit
+from jaxlowprec.checkpoints.files.dtypes import all_finite, amax, limit
 from jaxlowprec.ops.quantize.api import quantize
 from jaxlowprec.wiring import native
 

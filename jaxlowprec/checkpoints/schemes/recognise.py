@@ -1,18 +1,87 @@
-"""Finds the scheme of a checkpoint from its configuration, or from the tensors of one module."""
+"""The scheme of a name, of a checkpoint's configuration, or of the tensors of one module."""
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Mapping
 from typing import Any
 
 from jaxlowprec.checkpoints.errors import brief
 from jaxlowprec.checkpoints.schemes.base import Scheme
+from jaxlowprec.checkpoints.schemes.eight_bit_rows import Float8Rows, Int8Rows
+from jaxlowprec.checkpoints.schemes.eight_bit_tensors import (
+    AutoFloat8,
+    DeepSeekFloat8,
+    Float8PerTensor,
+    Float8Tiles,
+    ModelOptFloat8,
+)
+from jaxlowprec.checkpoints.schemes.gptq import AWQ, GPTQ
+from jaxlowprec.checkpoints.schemes.int4 import PackedInt4, PackedInt4Asymmetric
 from jaxlowprec.checkpoints.schemes.mixed import ConfigGroup, Mixed, check_target
-from jaxlowprec.checkpoints.schemes.registry import by_name
+from jaxlowprec.checkpoints.schemes.mx import GPTOSSMXFP4, MilesMXFP8, PackedMXFP4, QuantizedMXFP8
+from jaxlowprec.checkpoints.schemes.nvfp4 import ModelOptNVFP4, PackedNVFP4, PackedNVFP4W4A4
+
+_CLASSES: tuple[type[Scheme], ...] = (
+    PackedInt4,
+    PackedInt4Asymmetric,
+    PackedNVFP4,
+    PackedNVFP4W4A4,
+    PackedMXFP4,
+    QuantizedMXFP8,
+    Float8Tiles,
+    Float8Rows,
+    Float8PerTensor,
+    Int8Rows,
+    DeepSeekFloat8,
+    AutoFloat8,
+    ModelOptNVFP4,
+    ModelOptFloat8,
+    MilesMXFP8,
+    GPTOSSMXFP4,
+    GPTQ,
+    AWQ,
+)
+_SCHEMES = {scheme.name: scheme for scheme in _CLASSES}
+
+NAMES = tuple(_SCHEMES)
+"""The names of all schemes."""
 
 _WHO = "schemes.from_config"
 _LARGEST_GROUP = 1 << 30
+_MODELOPT = {"NVFP4": "modelopt_nvfp4", "FP8": "modelopt_fp8"}
+
+
+def by_name(name: str, *, group_size: int | None = None, **options: Any) -> Scheme:
+    """The scheme of a name.
+
+    Arguments:
+        name: one of `NAMES`.
+        group_size: elements along K that share a scale, for the INT4 schemes, which leave it open; -1: a whole row.
+            None: the scheme's default.
+        options: other fields of the scheme's class.
+
+    Raises:
+        ValueError: an unknown name or option, or a group size that the format does not have.
+    """
+    if name not in _SCHEMES:
+        raise ValueError(f"schemes.by_name: no scheme {name!r}; there are {', '.join(NAMES)}")
+    scheme = _SCHEMES[name]
+    fields = [field.name for field in dataclasses.fields(scheme)]  # type: ignore[arg-type]
+    if group_size is not None and "group_size" in fields:
+        options["group_size"] = group_size
+    if unknown := sorted(set(options) - set(fields)):
+        known = ", ".join(fields) or "none"
+        raise ValueError(f"schemes.by_name: {name} has no option {', '.join(unknown)}; its options: {known}")
+    made = scheme(**options)
+    if getattr(made, "group_size", None) == -1 or group_size is None:
+        return made
+    if not made.has_format or made.format.scaling == "tensor":
+        raise ValueError(f"schemes.by_name: group_size={group_size}; {name} has no groups: leave it out")
+    if group_size != made.format.length:
+        raise ValueError(f"schemes.by_name: group_size={group_size}; {name} has groups of {made.format.length}")
+    return made
 
 
 def from_config(config: Mapping[str, Any]) -> Scheme:
@@ -286,9 +355,6 @@ def _modelopt(entry: Mapping[str, Any]) -> Scheme:
     if len(groups) == 1:
         return by_name(next(iter(groups)))
     return _mixed([ConfigGroup(tuple(targets), by_name(scheme)) for scheme, targets in groups.items()])
-
-
-_MODELOPT = {"NVFP4": "modelopt_nvfp4", "FP8": "modelopt_fp8"}
 
 
 def _of_layer(name: str) -> tuple[str, ...]:

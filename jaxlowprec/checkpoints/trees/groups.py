@@ -9,8 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from jaxlowprec.arrays.quantized_array import QuantizedArray
-from jaxlowprec.checkpoints.trees.layout import PLUS, Layout
-from jaxlowprec.checkpoints.trees.moves import Moves
+from jaxlowprec.checkpoints.trees.layout import PLUS, Layout, Moves
 from jaxlowprec.checkpoints.trees.rule import Rule, filled
 
 

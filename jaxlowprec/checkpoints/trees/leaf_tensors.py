@@ -11,17 +11,20 @@ import numpy as np
 
 from jaxlowprec.arrays.quantized_array import QuantizedArray
 from jaxlowprec.checkpoints.conversion.plan import output_specs
-from jaxlowprec.checkpoints.files.dtypes import file_dtype
+from jaxlowprec.checkpoints.files.dtypes import amax, file_dtype, limit
 from jaxlowprec.checkpoints.files.safetensors_header import TensorSpec
 from jaxlowprec.checkpoints.schemes.base import FLOATS, Scheme, as_dtype
-from jaxlowprec.checkpoints.schemes.magnitudes import amax, limit
-from jaxlowprec.checkpoints.trees.expert_arrays import columns_joined, holds_expert_arrays
 from jaxlowprec.checkpoints.trees.groups import Group, Place, right_axes
-from jaxlowprec.checkpoints.trees.layout import PLUS, Layout
-from jaxlowprec.checkpoints.trees.moves import Moves, joined, merged
-from jaxlowprec.checkpoints.trees.numbers import differ, of_file
-from jaxlowprec.checkpoints.trees.quantized_rows import field_moves, has_tensor_scale, require_whole_tiles, rows_joined
-from jaxlowprec.checkpoints.trees.rule import Rule
+from jaxlowprec.checkpoints.trees.layout import PLUS, Layout, Moves, joined, merged
+from jaxlowprec.checkpoints.trees.quantized_rows import (
+    columns_joined,
+    field_moves,
+    has_tensor_scale,
+    holds_expert_arrays,
+    require_whole_tiles,
+    rows_joined,
+)
+from jaxlowprec.checkpoints.trees.rule import Rule, differ, of_file
 from jaxlowprec.checkpoints.trees.tree_paths import on_host
 
 T = TypeVar("T")

@@ -9,9 +9,9 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any
 
-from jaxlowprec.models.decoder.configs import deepseek, gemma, glm, gpt_oss, llama, phi, qwen
+from jaxlowprec.models.decoder.configs import families
+from jaxlowprec.models.decoder.configs.common import Said
 from jaxlowprec.models.decoder.configs.options import Experts, Latent, Norms
-from jaxlowprec.models.decoder.configs.said import Said
 from jaxlowprec.models.decoder.rope import Rope
 
 CONFIG = "config.json"
@@ -36,22 +36,22 @@ FAMILIES = {
 """Architectures by `model_type`."""
 
 _READERS = {
-    "llama": llama.llama,
-    "mistral": llama.mistral,
-    "mixtral": llama.mixtral,
-    "qwen2": qwen.qwen2,
-    "qwen3": qwen.qwen3,
-    "qwen3_moe": qwen.qwen3_moe,
-    "phi3": phi.phi3,
-    "gemma2": gemma.gemma2,
-    "gemma3_text": gemma.gemma3,
-    "glm": glm.glm,
-    "glm4": glm.glm4,
-    "glm4_moe": glm.glm4_moe,
-    "gpt_oss": gpt_oss.gpt_oss,
-    "deepseek_v2": deepseek.deepseek_v2,
-    "deepseek_v3": deepseek.deepseek_v3,
-    "kimi_k2": deepseek.deepseek_v3,
+    "llama": families.llama,
+    "mistral": families.mistral,
+    "mixtral": families.mixtral,
+    "qwen2": families.qwen2,
+    "qwen3": families.qwen3,
+    "qwen3_moe": families.qwen3_moe,
+    "phi3": families.phi3,
+    "gemma2": families.gemma2,
+    "gemma3_text": families.gemma3,
+    "glm": families.glm,
+    "glm4": families.glm4,
+    "glm4_moe": families.glm4_moe,
+    "gpt_oss": families.gpt_oss,
+    "deepseek_v2": families.deepseek_v2,
+    "deepseek_v3": families.deepseek_v3,
+    "kimi_k2": families.deepseek_v3,
 }
 
 

@@ -10,11 +10,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 import jaxlowprec as jlp
-from jaxlowprec.models.decoder.attention import Attention, capped
+from jaxlowprec.models.decoder.attention import INIT, Attention, LatentAttention, Parts, capped
 from jaxlowprec.models.decoder.cache import Cache, LayerCache
 from jaxlowprec.models.decoder.config import DecoderConfig
-from jaxlowprec.models.decoder.latent_attention import LatentAttention
-from jaxlowprec.models.decoder.parts import INIT, Parts
 
 
 class Layer(nnx.Module):

@@ -1,4 +1,4 @@
-"""The products of a traced function that a recipe can have, and how they are computed under it."""
+"""Convolutions by a parameter that are matrix products, and their products of patches under a recipe."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxlowprec.layers.convolution import Windows
 from jaxlowprec.layers.dot_general import dot_general
-from jaxlowprec.layers.grouped.matmul import grouped_matmul
+from jaxlowprec.layers.grouped_matmul import grouped_matmul
 from jaxlowprec.layers.low_rank import LoRAKernel, is_quantized, without_adapter
-from jaxlowprec.models.transform import convolutions
 from jaxlowprec.models.transform.weights import Weight
 from jaxlowprec.ops.checks import FLOATS
 from jaxlowprec.recipes.roles import Recipe
@@ -20,6 +20,60 @@ from jaxlowprec.recipes.roles import Recipe
 _GROUPED = ("ragged_dot_general", "ragged_dot")
 _CONVOLUTION = "conv_general_dilated"
 _PRODUCTS = ("dot_general", _CONVOLUTION, *_GROUPED)
+
+
+def windows_of(eqn: Any) -> Windows:
+    """How the equation of a convolution reads its input."""
+    params, (lhs, rhs) = eqn.params, (v.aval for v in eqn.invars)
+    of_lhs, of_rhs, _ = params["dimension_numbers"]
+    return Windows(
+        sizes=tuple(rhs.shape[axis] for axis in of_rhs[2:]),
+        strides=tuple(params["window_strides"]),
+        padding=tuple((low, high) for low, high in params["padding"]),
+        input_dilation=tuple(params["lhs_dilation"]),
+        kernel_dilation=tuple(params["rhs_dilation"]),
+        features=lhs.shape[of_lhs[1]],
+        groups=params["feature_group_count"],
+        batch_groups=params["batch_group_count"],
+        extents=tuple(lhs.shape[axis] for axis in of_lhs[2:]),
+    )
+
+
+def why_no_product(eqn: Any, weights: list[Weight | None]) -> str:
+    """Why a convolution by a parameter stays in high precision, or ""."""
+    if all(weights):
+        return "both operands are parameters"
+    if weights[1] is None:
+        return "the parameter is the input of a convolution"
+    if reason := windows_of(eqn).reason:
+        return reason
+    if weights[1].packed:
+        return "a convolution takes the parameter as an array"
+    features_out = eqn.params["dimension_numbers"].rhs_spec[0]
+    if eqn.invars[1].aval.shape[features_out] == 1:
+        return "the parameter is contracted whole: no matrix"
+    return ""
+
+
+def convolve(eqn: Any, x: Any, kernel: Any, options: dict[str, Any]) -> Any:
+    """The convolution as a product of patches, and the state of delayed scaling if the options have one.
+
+    Contracted axes are the spatial ones in the order of the dimension numbers, then the features.
+
+    Arguments:
+        options: of `dot_general`, `out_sharding` that of its result [batch, spatial..., features].
+    """
+    of_lhs, of_rhs, _ = eqn.params["dimension_numbers"]
+    patches = windows_of(eqn).patches(x.transpose(of_lhs[0], *of_lhs[2:], of_lhs[1]))
+    contracted = range(patches.ndim - len(of_rhs) + 1, patches.ndim), (*of_rhs[2:], of_rhs[1])
+    return dot_general(patches, kernel, ((tuple(contracted[0]), contracted[1]), ((), ())), **options)
+
+
+def to_the_equations_order(eqn: Any) -> tuple[int, ...]:
+    """The transposition from [batch, spatial..., features] to the layout of the equation's result."""
+    batch, features, *spatial = eqn.params["dimension_numbers"].out_spec
+    given = [batch, *spatial, features]
+    return tuple(given.index(axis) for axis in range(len(given)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +115,7 @@ def product_of(eqn: Any, weights: list[Weight | None]) -> Product | None:
     weight: Any = weights[side]
     grouped, convolution = eqn.primitive.name in _GROUPED, eqn.primitive.name == _CONVOLUTION
     avoidable = False
-    reason = convolutions.why_no_product(eqn, weights) if convolution else ""
+    reason = why_no_product(eqn, weights) if convolution else ""
     if reason:
         pass
     elif weight.computed and not all(weights[:2]):
@@ -170,10 +224,10 @@ def multiply(eqn: Any, product: Product, operands: list[Any], master: Any, recip
         y = grouped_matmul(operands[0], master, operands[2], out_dtype=out_dtype, state=state, **options)
         return y if state is None else y[0]
     if product.convolution:
-        order = convolutions.to_the_equations_order(eqn)
+        order = to_the_equations_order(eqn)
         out_sharding = _transposed(eqn.params["out_sharding"], order)
         options |= {"preferred_element_type": out_dtype, "out_sharding": out_sharding, "state": state}
-        y = convolutions.convolve(eqn, operands[0], master, options)
+        y = convolve(eqn, operands[0], master, options)
         return (y if state is None else y[0]).transpose(order)
     contract, batch = eqn.params["dimension_numbers"]
     x, other = operands[1 - product.side], 1 - product.side

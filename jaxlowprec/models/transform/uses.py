@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from jaxlowprec.models.transform.products import Product
-from jaxlowprec.recipes.uses import Use, use_of
+from jaxlowprec.recipes.fields import Use, use_of
 
 _CHOICES = ("top_k", "approx_top_k", "argmax")
 _PRODUCTS = ("dot_general", "ragged_dot_general", "ragged_dot")

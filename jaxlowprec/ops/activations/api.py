@@ -13,11 +13,9 @@ from jaxtyping import Array, Float
 from jaxlowprec import wiring
 from jaxlowprec.arguments import shown
 from jaxlowprec.ops.activations.op import activation_gradient_op, activation_op
-from jaxlowprec.ops.amax.wanted import NO_AMAXES, Amaxes
-from jaxlowprec.ops.checks import float_array
-from jaxlowprec.ops.implementation import Implementation, check_implementation
-from jaxlowprec.ops.no_derivative import no_derivative
-from jaxlowprec.wiring.out_sharding import resharded, sharding_of
+from jaxlowprec.ops.amax import NO_AMAXES, Amaxes
+from jaxlowprec.ops.checks import Implementation, check_implementation, float_array, no_derivative
+from jaxlowprec.wiring.sharding_rule import resharded, sharding_of
 
 
 def gelu(
@@ -190,7 +188,7 @@ _differentiated_once = no_derivative("activations of jaxlowprec have no second d
 def activated(
     kind: str, operands: Sequence[jax.Array], amaxes: Amaxes | None, implementation: Implementation = None
 ) -> tuple[jax.Array, list[jax.Array]]:
-    """The activation, and the wanted amaxes of it, as `ops.amax.api.amax` gives them: float32 [...]. No pass over the
+    """The activation, and the wanted amaxes of it, as `ops.amax.amax` gives them: float32 [...]. No pass over the
     result is taken for them. Without a derivative."""
     amaxes = (amaxes or NO_AMAXES).of_rows(operands[0].shape[-2])
     y, *found = activation_op(kind, implementation, amaxes)(*wiring.align_varying(*operands))

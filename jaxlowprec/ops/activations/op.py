@@ -11,10 +11,9 @@ import jax.numpy as jnp
 
 from jaxlowprec import wiring
 from jaxlowprec.ops.activations import reference
-from jaxlowprec.ops.amax.wanted import NO_AMAXES, Amaxes, largest_over
-from jaxlowprec.ops.implementation import Implementation, choose
-from jaxlowprec.ops.sum_over_rows.op import memory_of_parts
-from jaxlowprec.ops.sum_over_rows.reference import sum_over_rows
+from jaxlowprec.ops.amax import NO_AMAXES, Amaxes, largest_over
+from jaxlowprec.ops.checks import Implementation, choose
+from jaxlowprec.ops.sum_over_rows import memory_of_parts, sum_over_rows
 
 
 def _rule(operands: int, results: int, amaxes: Amaxes, sums: bool = False) -> wiring.ShardingRule:

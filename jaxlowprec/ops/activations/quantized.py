@@ -15,10 +15,9 @@ from jaxlowprec.arrays.quantized_array import QuantizedArray
 from jaxlowprec.ops import scale_order
 from jaxlowprec.ops.activations import reference
 from jaxlowprec.ops.activations.reference import RULES
-from jaxlowprec.ops.implementation import Implementation, choose
+from jaxlowprec.ops.checks import Implementation, choose
 from jaxlowprec.ops.quantize import op as quantize
-from jaxlowprec.ops.quantize.op import QuantizeSpec
-from jaxlowprec.ops.quantize.variants import quantized_arrays, random_operands, spec_of
+from jaxlowprec.ops.quantize.op import QuantizeSpec, quantized_arrays, random_operands, spec_of
 from jaxlowprec.ops.split_rows import merged_rows
 
 BothWays = tuple[QuantizedArray | None, QuantizedArray | None]

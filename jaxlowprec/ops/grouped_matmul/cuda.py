@@ -17,10 +17,10 @@ import jax.numpy as jnp
 
 from jaxlowprec import wiring
 from jaxlowprec.arrays.formats import BLOCK, Format
+from jaxlowprec.ops.checks import Implementation
 from jaxlowprec.ops.epilogue import Epilogue
 from jaxlowprec.ops.grouped_matmul.groups import Groups, Slots
 from jaxlowprec.ops.grouped_matmul.reference import by_chunks, chunk_of, where_else_zero
-from jaxlowprec.ops.implementation import Implementation
 from jaxlowprec.ops.scaled_matmul.op import MatmulSpec, matmul_op
 from jaxlowprec.ops.weight_only_matmul.op import WeightOnlySpec, weight_only_op
 

@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 
 from jaxlowprec import wiring
+from jaxlowprec.ops.checks import Implementation, choose
 from jaxlowprec.ops.grouped_matmul import cuda, reference
 from jaxlowprec.ops.grouped_matmul.groups import Groups
 from jaxlowprec.ops.grouped_matmul.quantize_op import over_batches
-from jaxlowprec.ops.implementation import Implementation, choose
 from jaxlowprec.ops.rounding import rounded
 from jaxlowprec.ops.scaled_matmul.reference import alpha, apply_amaxes, products
 

@@ -13,11 +13,11 @@ import jax.numpy as jnp
 
 from jaxlowprec.arrays.formats import BLOCK, Format
 from jaxlowprec.arrays.hadamard import Hadamard
-from jaxlowprec.ops.amax.reference import amax as matrix_amax
-from jaxlowprec.ops.dequantize.reference import code_values, scale_values
+from jaxlowprec.ops.amax import amax_of_matrices as matrix_amax
+from jaxlowprec.ops.dequantize import code_values, scale_values
 from jaxlowprec.ops.grouped_matmul.groups import Groups, Slots
-from jaxlowprec.ops.hadamard.reference import rotate_padded
-from jaxlowprec.ops.quantize.philox import Draws
+from jaxlowprec.ops.hadamard import rotate_padded
+from jaxlowprec.ops.quantize.random_bits import Draws
 from jaxlowprec.ops.quantize.reference import quantize_rows, tensor_scale
 from jaxlowprec.ops.rounding import from_bits, magnitude_bits, rounded
 

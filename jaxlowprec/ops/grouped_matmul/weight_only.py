@@ -12,11 +12,11 @@ import jax.numpy as jnp
 from jaxlowprec import wiring
 from jaxlowprec.arrays.formats import Format
 from jaxlowprec.arrays.quantized_array import QuantizedArray
+from jaxlowprec.ops.checks import Implementation, choose
 from jaxlowprec.ops.grouped_matmul import cuda
 from jaxlowprec.ops.grouped_matmul import reference as grouped
 from jaxlowprec.ops.grouped_matmul.op import bias_of_rows
 from jaxlowprec.ops.grouped_matmul.quantize_op import over_batches
-from jaxlowprec.ops.implementation import Implementation, choose
 from jaxlowprec.ops.weight_only_matmul import reference
 from jaxlowprec.ops.weight_only_matmul.op import weight_factors
 

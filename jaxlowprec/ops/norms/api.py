@@ -14,13 +14,11 @@ from jaxtyping import Array, Float
 
 from jaxlowprec import wiring
 from jaxlowprec.arguments import a_flag, shown
-from jaxlowprec.ops.amax.wanted import NO_AMAXES
-from jaxlowprec.ops.checks import float_array
-from jaxlowprec.ops.implementation import Implementation, check_implementation
-from jaxlowprec.ops.no_derivative import no_derivative
+from jaxlowprec.ops.amax import NO_AMAXES
+from jaxlowprec.ops.checks import Implementation, check_implementation, float_array, no_derivative
 from jaxlowprec.ops.norms.op import NormSpec, norm_gradient_op, norm_op
 from jaxlowprec.ops.norms.reference import weights
-from jaxlowprec.wiring.out_sharding import resharded, sharding_of
+from jaxlowprec.wiring.sharding_rule import resharded, sharding_of
 
 
 def rms_norm(
@@ -240,7 +238,7 @@ class Normed(NamedTuple):
         y: the normed rows.
         total: the sum of x and the residual, or None.
         saved: numbers of each row for `norm_gradient_op`, float32 [..., R] each.
-        amaxes: as `ops.amax.api.amax` gives them: float32 [...] each.
+        amaxes: as `ops.amax.amax` gives them: float32 [...] each.
     """
 
     y: jax.Array

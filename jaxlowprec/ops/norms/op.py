@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxlowprec import wiring
-from jaxlowprec.ops.amax.wanted import NO_AMAXES, Amaxes, largest_over
-from jaxlowprec.ops.implementation import Implementation, choose
+from jaxlowprec.ops.amax import NO_AMAXES, Amaxes, largest_over
+from jaxlowprec.ops.checks import Implementation, choose
 from jaxlowprec.ops.norms import reference
 from jaxlowprec.ops.rounding import narrowed, rounded, widened
 from jaxlowprec.ops.split_rows import merged_rows

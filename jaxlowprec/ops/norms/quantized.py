@@ -13,12 +13,11 @@ import jax.numpy as jnp
 from jaxlowprec import wiring
 from jaxlowprec.arrays.quantized_array import QuantizedArray
 from jaxlowprec.ops import scale_order
-from jaxlowprec.ops.implementation import choose
+from jaxlowprec.ops.checks import choose
 from jaxlowprec.ops.norms import op as norm
 from jaxlowprec.ops.norms.op import NormSpec
 from jaxlowprec.ops.quantize import op as quantize
-from jaxlowprec.ops.quantize.op import QuantizeSpec
-from jaxlowprec.ops.quantize.variants import quantized_arrays, random_operands, spec_of
+from jaxlowprec.ops.quantize.op import QuantizeSpec, quantized_arrays, random_operands, spec_of
 from jaxlowprec.ops.split_rows import merged_rows
 
 

@@ -15,13 +15,11 @@ from jaxlowprec.arguments import shown
 from jaxlowprec.arrays.formats import Format
 from jaxlowprec.arrays.hadamard import Hadamard, as_hadamard
 from jaxlowprec.arrays.quantized_array import QuantizedArray
-from jaxlowprec.ops.amax.api import amax as tensor_amax
-from jaxlowprec.ops.amax.op import largest_over
-from jaxlowprec.ops.checks import last_axis, mesh_axes
-from jaxlowprec.ops.hadamard.api import hadamard_transform
-from jaxlowprec.ops.hadamard.signs import sign_source, signs_of
-from jaxlowprec.ops.implementation import Implementation
-from jaxlowprec.ops.int4.api import quantize_int4
+from jaxlowprec.ops.amax import amax as tensor_amax
+from jaxlowprec.ops.amax import largest_over
+from jaxlowprec.ops.checks import Implementation, last_axis, mesh_axes
+from jaxlowprec.ops.hadamard import hadamard_transform, sign_source, signs_of
+from jaxlowprec.ops.int4.op import quantize_int4
 from jaxlowprec.ops.quantize.checks import (
     Rounding,
     check_length,
@@ -33,16 +31,17 @@ from jaxlowprec.ops.quantize.checks import (
     quantizable,
     tensor_batch,
 )
-from jaxlowprec.ops.quantize.keys import random_words
-from jaxlowprec.ops.quantize.op import QuantizeSpec, quantize_op
-from jaxlowprec.ops.quantize.row_scaled import row_scaled_quantize_op
-from jaxlowprec.ops.quantize.variants import (
+from jaxlowprec.ops.quantize.op import (
+    QuantizeSpec,
+    quantize_op,
     quantized_array,
     quantized_arrays,
     random_operands,
     rotates_in_pass,
+    row_scaled_quantize_op,
     spec_of,
 )
+from jaxlowprec.ops.quantize.random_bits import random_words
 
 
 def quantize(

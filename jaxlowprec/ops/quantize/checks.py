@@ -13,8 +13,7 @@ import numpy as np
 from jaxlowprec.arguments import a_flag, array, as_int, one_of, shown
 from jaxlowprec.arrays.formats import BLOCK, Format
 from jaxlowprec.arrays.hadamard import Hadamard
-from jaxlowprec.ops.checks import float_array
-from jaxlowprec.ops.implementation import check_implementation
+from jaxlowprec.ops.checks import check_implementation, float_array
 from jaxlowprec.ops.quantize.op import unit
 
 Rounding = Literal["nearest", "stochastic", "eden"]

@@ -1,9 +1,10 @@
-"""The quantise op: rowwise, columnwise, or both in one pass."""
+"""The quantise op: rowwise, columnwise, or both in one pass; which variant an array needs, and its results."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import re
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -15,13 +16,16 @@ import numpy as np
 from jaxlowprec import wiring
 from jaxlowprec.arrays.formats import BLOCK, Format
 from jaxlowprec.arrays.hadamard import Hadamard
-from jaxlowprec.arrays.quantized_array import arrays_of_lines
+from jaxlowprec.arrays.quantized_array import QuantizedArray, arrays_of_lines, by_tensor
+from jaxlowprec.ops import amax as amax_reference
 from jaxlowprec.ops import scale_order
-from jaxlowprec.ops.hadamard.reference import rotate_padded
-from jaxlowprec.ops.implementation import Implementation, choose
+from jaxlowprec.ops.amax import Amaxes, amax_op, largest_over
+from jaxlowprec.ops.checks import Implementation, choose
+from jaxlowprec.ops.hadamard import rotate_padded
 from jaxlowprec.ops.quantize import reference
-from jaxlowprec.ops.quantize.eden import FIRST_STREAM
-from jaxlowprec.ops.quantize.philox import Draws
+from jaxlowprec.ops.quantize.random_bits import Draws
+from jaxlowprec.ops.quantize.reference import FIRST_STREAM
+from jaxlowprec.ops.rounding import MAX_FINITE, flush
 from jaxlowprec.ops.split_rows import merged_rows, split_columns, split_rows
 
 
@@ -239,3 +243,144 @@ def in_parts(spec: QuantizeSpec, x: Any, results: Sequence[jax.Array]) -> list[j
         cut, axis = cuts[i // 2]
         out.append(value if per_tensor and i % 2 else cut(value, x.shape[-3], shape[axis]))
     return out
+
+
+@functools.cache
+def row_scaled_quantize_op(spec: QuantizeSpec, implementation: Implementation):
+    """x [..., R, C] -> amaxes float32 [..., R], codes and scales.
+
+    `spec` is of a row-scaled format, rowwise and to nearest. A matrix of one row has the same bytes by the format that
+    is not row-scaled.
+    """
+    rule, of_matrix = rule_of(spec), dataclasses.replace(spec, format=by_tensor(spec.format))
+    reductions = [] if spec.ragged_columns else ["c"]
+
+    def outputs(x):
+        return [(x.shape[:-1], jnp.float32), *shapes(spec, x)]
+
+    def run_reference(x):
+        rows = x[..., None, :]
+        amax = amax_reference.amax_of_matrices(rows)
+        data, scale = reference.quantize_rows(rows, of_matrix.format, amax)
+        return [amax, data[..., 0, :], scale[..., 0, :]]
+
+    def when_split(axes, x):
+        """If rows are split, their amaxes come first, and then the codes of each part."""
+        rows = x[..., None, :]
+        (of_part,) = amax_op(Amaxes(), implementation)(rows)
+        amax = largest_over(of_part, axes)
+        data, scale = quantize_op(of_matrix, implementation)(rows, amax)
+        return [amax, data[..., 0, :], scale[..., 0, :]]
+
+    def run_native(x):
+        results = [jax.ShapeDtypeStruct(*result) for result in outputs(x)]
+        return jax.ffi.ffi_call("jaxlowprec_row_scaled_quantize", results)(x, format=spec.format.attributes)
+
+    return wiring.define(
+        "jaxlowprec_row_scaled_quantize",
+        rule=rule.of_op([f"{rule.lines} {rule.columns}"], [rule.lines], reductions=reductions),
+        outputs=outputs,
+        reference=run_reference,
+        native=run_native,
+        when_split=when_split,
+        **choose("quantize", implementation),
+    )
+
+
+def rotates_in_pass(fmt: Format, rotation: Hadamard) -> bool:
+    """Whether the kernel rotates columns itself."""
+    return fmt.scaling == "two_level" and not fmt.tiles and rotation.in_pass
+
+
+def amax_field(fmt: Format, tensor: Any, eden: bool = False) -> Any:
+    """The `amax` of a QuantizedArray whose tensor has that amax: more where scales have room: numerics.md 13, 14."""
+    if not (fmt.chooses_scales or eden):
+        return tensor
+    return jnp.where(jnp.isfinite(tensor), jnp.minimum(flush(tensor) * 1.75, MAX_FINITE), tensor)
+
+
+def spec_of(
+    x: Any,
+    fmt: Any,
+    directions: tuple[bool, bool],
+    hadamard: Hadamard | None,
+    stochastic: bool,
+    *,
+    encode_scale_given: bool = False,
+    rows_split: bool = False,
+    eden: bool = False,
+) -> QuantizeSpec:
+    """The variant that quantises x [..., R, C] rowwise, columnwise or both; see `QuantizeSpec`."""
+    rowwise, columnwise = directions
+    rows, columns = x.shape[-2:]
+    ragged = rows % unit(fmt, columnwise, stochastic) != 0, columns % unit(fmt, rowwise, stochastic) != 0
+    return QuantizeSpec(fmt, *directions, hadamard, stochastic, encode_scale_given, *ragged, rows_split, eden)
+
+
+def random_operands(
+    spec: QuantizeSpec, x: Any, words: jax.Array | None, offset: tuple[Any, Any] | None = None
+) -> list[jax.Array]:
+    """The op's operands for random bits, made beside the op, so that they are split as x is.
+
+    Arguments:
+        words: of the key, uint32 [..., 2]; None: to nearest.
+        offset: row and column of x's first element, uint32; None: x begins the array.
+    """
+    if words is None:
+        return []
+    rows, columns = x.shape[-2:]
+    parts = x.shape[-3:-2] if spec.rows_split else ()
+    row, column = offset or (None, None)
+    row_sixteen, column_sixteen = (None if first is None else first // BLOCK for first in (row, column))
+
+    def indices(first, count, *lead):
+        index = jax.lax.iota(jnp.uint32, math.prod((*lead, count)))
+        index = index.reshape(*lead, count) if lead else index
+        return index if first is None else index + first
+
+    operands = [words]
+    if spec.rowwise:
+        operands += [indices(row, rows, *parts), indices(column_sixteen, -(-columns // BLOCK))]
+    if spec.columnwise:
+        operands += [indices(column, columns), indices(row_sixteen, -(-rows // BLOCK), *parts)]
+    return operands
+
+
+def quantized_array(
+    codes_and_scale: Sequence[jax.Array],
+    tensor: jax.Array | None,
+    spec: QuantizeSpec,
+    like: tuple[tuple[int, ...], Any],
+    along: tuple[int, Hadamard | None, jax.Array | None],
+) -> QuantizedArray:
+    """From the op's results for a direction; per-tensor numbers are broadcast to every slice.
+
+    Arguments:
+        tensor: its amax or encode scale, if there is one.
+        like: shape and dtype of what was quantised.
+        along: the quantised axis, the rotation along it, and its signs if they are drawn.
+    """
+    (data, scale), fmt, (shape, dtype) = codes_and_scale, spec.format, like
+
+    def with_each(number):
+        return jnp.broadcast_to(number[..., None], shape[:-2]) if spec.rows_split else number
+
+    scale = with_each(scale) if fmt.scaling == "tensor" else scale
+    amax = with_each(amax_field(fmt, tensor, spec.eden)) if fmt.scaling == "two_level" else None
+    return QuantizedArray(data, scale, amax, None, fmt, shape[-2:], dtype, *along)
+
+
+def quantized_arrays(
+    results: Sequence[jax.Array], tensors: Sequence[jax.Array], spec: QuantizeSpec, like: Any
+) -> list[QuantizedArray]:
+    """From all results of the op: those of each direction that the spec wants, rotated as it says.
+
+    Arguments:
+        tensors: an amax or encode scale for each of them, or none.
+        like: what was quantised.
+    """
+    along: list[Any] = [(-1, None, None)] * spec.rowwise + [(-2, spec.hadamard, None)] * spec.columnwise
+    of_each: Sequence[Any] = tensors or [None] * len(along)
+    each = zip(results[0::2], results[1::2], of_each, along, strict=True)
+    shape = like.shape, like.dtype
+    return [quantized_array((data, scale), tensor, spec, shape, own) for data, scale, tensor, own in each]

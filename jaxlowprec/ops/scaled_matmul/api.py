@@ -14,16 +14,14 @@ from jaxtyping import Array, Float
 
 from jaxlowprec.arrays.formats import Format
 from jaxlowprec.arrays.hadamard import Hadamard
-from jaxlowprec.arrays.quantized_array import QuantizedArray, check_quantized
-from jaxlowprec.arrays.row_scaled import by_tensor
+from jaxlowprec.arrays.quantized_array import QuantizedArray, by_tensor, check_quantized
+from jaxlowprec.ops.checks import Implementation, check_implementation, checked_precision, wants_float32_sums
 from jaxlowprec.ops.epilogue import Activation, Epilogue, checked_epilogue
-from jaxlowprec.ops.implementation import Implementation, check_implementation
-from jaxlowprec.ops.precision import checked_precision, wants_float32_sums
 from jaxlowprec.ops.rounding import flush, rounded
 from jaxlowprec.ops.scaled_matmul.op import MatmulSpec, matmul_op
 from jaxlowprec.ops.sums.kinds import IN_FLOAT32, Summed
 from jaxlowprec.ops.weight_only_matmul.api import weight_only_matmul
-from jaxlowprec.wiring.out_sharding import resharded
+from jaxlowprec.wiring.sharding_rule import resharded
 
 
 def scaled_matmul(

@@ -11,8 +11,8 @@ import jax
 
 from jaxlowprec import wiring
 from jaxlowprec.arrays.formats import Format
+from jaxlowprec.ops.checks import Implementation, choose
 from jaxlowprec.ops.epilogue import Epilogue
-from jaxlowprec.ops.implementation import Implementation, choose
 from jaxlowprec.ops.scaled_matmul import cuda, reference
 from jaxlowprec.ops.split_rows import merged_columns, merged_rows, split_rows
 from jaxlowprec.ops.sums.kinds import SumKind, sums_of

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxlowprec.arrays.formats import Format
-from jaxlowprec.ops.dequantize.reference import code_values, scale_values
+from jaxlowprec.ops.dequantize import code_values, scale_values
 from jaxlowprec.ops.rounding import flush, rounded
 
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from jaxlowprec import wiring
 from jaxlowprec.arrays.formats import Format
-from jaxlowprec.ops.implementation import Implementation, choose
+from jaxlowprec.ops.checks import Implementation, choose
 from jaxlowprec.ops.statistics import finish, reference
 from jaxlowprec.wiring import native
 

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxlowprec.arrays.formats import Format
-from jaxlowprec.ops.dequantize.reference import dequantize_rows
+from jaxlowprec.ops.dequantize import dequantize_rows
 from jaxlowprec.ops.quantize.reference import blocks_of
 from jaxlowprec.ops.rounding import from_bits
 

@@ -14,7 +14,7 @@ from jaxlowprec.arguments import shown
 from jaxlowprec.arrays.formats import MXFP8
 from jaxlowprec.ops.byte_collectives import Axes, names_of, size_along
 from jaxlowprec.ops.checks import axis_from_the_front, float_array, mesh_axes
-from jaxlowprec.ops.quantize.keys import key_words
+from jaxlowprec.ops.quantize.random_bits import key_words
 from jaxlowprec.ops.sums import quantized
 
 

@@ -9,10 +9,9 @@ from typing import Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxlowprec.ops.quantize.philox import words_at
+from jaxlowprec.ops.quantize.random_bits import words_at
 from jaxlowprec.ops.sums import quantized
-from jaxlowprec.ops.sums.rounding import stochastic_bfloat16
-from jaxlowprec.ops.sums.streams import FURTHER_SUMS, own_words
+from jaxlowprec.ops.sums.quantized import FURTHER_SUMS, own_words, stochastic_bfloat16
 from jaxlowprec.wiring import IN_THEIR_DTYPE, Partials, Sums
 
 SumKind = Literal["float32", "bfloat16", "bfloat16_stochastic", "quantized"]

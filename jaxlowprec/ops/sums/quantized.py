@@ -1,8 +1,8 @@
-"""Sums over devices that travel quantised, in two stages (numerics.md 16).
+"""Sums over devices that travel quantised, in two stages, or stochastically rounded to bfloat16 (numerics.md 16).
 
 Each device cuts its partial result into one piece for each device, quantises the pieces and sends each to its device,
 which decodes and adds up, in float32 and in the order of the devices: that is a reduce-scatter. For an all-reduce the
-sums are quantised again and gathered.
+sums are quantised again and gathered. Each device and piece has random words of its own.
 """
 
 from __future__ import annotations
@@ -17,12 +17,56 @@ import jax.numpy as jnp
 
 from jaxlowprec.arrays.formats import MXFP8, Format
 from jaxlowprec.ops.byte_collectives import Axes, exchanged, gathered, size_along
-from jaxlowprec.ops.dequantize.api import dequantize
+from jaxlowprec.ops.dequantize import dequantize
 from jaxlowprec.ops.quantize.api import quantize
-from jaxlowprec.ops.sums.streams import GATHERED, own_words, words_of_pieces
+from jaxlowprec.ops.quantize.random_bits import philox4x32, words_at
+from jaxlowprec.ops.rounding import INFINITY_BITS, from_bits, magnitude_bits
 
+PIECES, GATHERED, ROUNDED, FURTHER_SUMS = 6, 7, 8, 12
+"""Streams: of the pieces that a device sends, of the sum that it sends to all, of what it rounds to bfloat16, and of
+the sums that follow the first."""
+
+_EACH = 8  # elements that one call of Philox serves, by 16 bits
 FORMAT = MXFP8()
 _LINE = 1024  # elements of a line, where the pieces' own last axis has no whole blocks
+
+
+def index_along(axes: Axes) -> jax.Array:
+    """The device's index along mesh axes, the major one first; 0 along none. uint32 []."""
+    names: Any = tuple(axes)
+    return jax.lax.axis_index(names).astype(jnp.uint32) if names else jnp.zeros((), jnp.uint32)
+
+
+def own_words(words: jax.Array, axes: Axes, stream: int = ROUNDED) -> jax.Array:
+    """Words [2] that only the device at its place along the axes has."""
+    return words_at(words, index_along(axes), stream=stream)
+
+
+def words_of_pieces(words: jax.Array, axes: Axes, elsewhere: Axes, count: int) -> jax.Array:
+    """Words [count, 2] for the pieces that the device at its place along the axes sends."""
+    piece = jnp.arange(count, dtype=jnp.uint32)
+    device, other = (jnp.broadcast_to(index_along(a), piece.shape) for a in (axes, elsewhere))
+    return words_at(words, device, piece, other, stream=PIECES)
+
+
+def stochastic_bfloat16(x: jax.Array, words: jax.Array) -> jax.Array:
+    """float32 numbers, each one of the two bfloat16 numbers beside x, as float32: unbiased.
+
+    Element i of the flattened x takes the half-word i mod 8 of Philox's result for the counter (i // 8, 0, 0, 1),
+    low halves first. What has a bfloat16 number keeps it; NaN and infinity stay. Above the largest finite bfloat16 a
+    number becomes that or infinity (numerics.md 16).
+
+    Arguments:
+        x: float32.
+        words: uint32 [2].
+    """
+    calls = jnp.arange(-(-max(x.size, 1) // _EACH), dtype=jnp.uint32)
+    zero = jnp.zeros_like(calls)
+    drawn = jnp.stack(philox4x32((calls, zero, zero, zero + 1), (words[0], words[1])), axis=-1)
+    halves = jnp.stack([drawn & 0xFFFF, drawn >> 16], axis=-1).reshape(-1)[: math.prod(x.shape)].reshape(x.shape)
+    bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
+    rounded = from_bits((bits + halves) & jnp.uint32(0xFFFF0000))
+    return jnp.where(magnitude_bits(x) < INFINITY_BITS, rounded, x)
 
 
 def reduce_scatter(

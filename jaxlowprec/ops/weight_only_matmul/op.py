@@ -1,4 +1,8 @@
-"""The op of the GEMM of activations in high precision with a quantised weight."""
+"""The op of the GEMM of activations in high precision with a quantised weight, and the op of its gradient.
+
+The gradient with respect to the activations is dy times the decoded weight. XLA multiplies. It is an op so that a mesh
+that gathers the weight sends its codes, which each device decodes.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +14,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Float
 
 from jaxlowprec import wiring
 from jaxlowprec.arrays.formats import Format
+from jaxlowprec.arrays.quantized_array import QuantizedArray
+from jaxlowprec.ops.checks import Implementation, choose
+from jaxlowprec.ops.dequantize import dequantize
 from jaxlowprec.ops.epilogue import Epilogue
-from jaxlowprec.ops.implementation import Implementation, choose
 from jaxlowprec.ops.weight_only_matmul import cuda, reference
+from jaxlowprec.wiring.sharding_rule import resharded, spec_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -207,3 +216,73 @@ def weight_only_op(spec: WeightOnlySpec, implementation: Implementation):
         return tuple(y.reshape(size, *lead, y.shape[-1]) for y in out), (True,) * len(out)
 
     return op
+
+
+def weight_only_dgrad(
+    dy: Float[Array, "*B M N"], q: QuantizedArray, out_dtype: Any, out_sharding: Any, precision: Any = None
+) -> Float[Array, "*B M K"]:
+    """dy @ q, accumulated in float32; the weight is decoded to dy's dtype.
+
+    Arguments:
+        dy: [..., M, N]; [..., S, M, N], rows split, for a weight without S.
+        q: [..., N, K], quantised along K.
+        out_dtype, out_sharding: of the result, see `scaled_matmul`.
+        precision: of the product, as for `jax.lax.dot`; hashable.
+    """
+    fmt, (rows, depth) = q.format, q.matrix_shape
+    ragged_depth = depth % fmt.length != 0 or (fmt.packed and fmt.length % 2 != 0)
+    op = _dgrad_op(
+        fmt,
+        fmt.tiles and rows % fmt.length != 0,
+        depth if ragged_depth else None,
+        dy.ndim > q.ndim,
+        jnp.dtype(out_dtype),
+        spec_of(out_sharding),
+        precision,
+    )
+    (dx,) = op(dy, *(leaf for leaf in (q.data, q.scale, q.amax, q.zero_point) if leaf is not None))
+    return resharded(dx, out_sharding)
+
+
+@functools.cache
+def _dgrad_op(
+    fmt: Format,
+    ragged_columns: bool,
+    ragged_depth: int | None,
+    rows_split: bool,
+    out_dtype: Any,
+    out_spec: PartitionSpec | None,
+    precision: Any,
+):
+    """dy, and the weight as `weight_only_op` takes it -> dx. `ragged_depth`: K where it does not follow from the
+    shapes, else None."""
+    weight = weight_factors(fmt, ragged_columns, ragged_depth is not None, "...")
+    lines = "s m" if rows_split else "m"
+    text = f"{', '.join([f'... {lines} {weight.n}', *weight.operands])} -> ... {lines} {weight.k}"
+    reductions = () if "n" in weight.whole else ("n",)
+
+    def depth(data, scale):
+        if ragged_depth is not None:
+            return ragged_depth
+        return data.shape[-1] if fmt.scaling == "tensor" else scale.shape[-1] * fmt.length
+
+    def outputs(dy, data, scale, *_):
+        return [((*dy.shape[:-1], depth(data, scale)), out_dtype)]
+
+    def multiply(dy, data, scale, *rest, dtype):
+        amax = rest[0] if fmt.scaling == "two_level" else None
+        zero_point = rest[-1] if fmt.has_zero_point else None
+        matrix = (data.shape[-2], depth(data, scale))
+        w = QuantizedArray(data, scale, amax, zero_point, fmt, matrix, dy.dtype, -1, None)
+        decoded = dequantize(w)[..., None, :, :] if rows_split else dequantize(w)
+        y = jnp.matmul(dy, decoded, precision=precision, preferred_element_type=jnp.float32)
+        return y.astype(dtype)
+
+    return wiring.define(
+        "jaxlowprec_weight_only_dgrad",
+        rule=wiring.ShardingRule(text, reductions=reductions, whole=weight.whole, **weight.sizes),
+        outputs=outputs,
+        reference=lambda *operands: [multiply(*operands, dtype=out_dtype)],
+        when_reduced=lambda add_up, *operands: [add_up(multiply(*operands, dtype=jnp.float32)).astype(out_dtype)],
+        out_spec=out_spec,
+    )

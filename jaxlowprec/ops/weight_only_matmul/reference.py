@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from jaxlowprec.arrays.formats import Format
 from jaxlowprec.arrays.layouts import pad_to_multiples
-from jaxlowprec.ops.dequantize.reference import code_values, scale_values
+from jaxlowprec.ops.dequantize import code_values, scale_values
 from jaxlowprec.ops.int4 import reference as int4
 from jaxlowprec.ops.quantize.reference import NVFP4_MAX
 from jaxlowprec.ops.rounding import flush, rounded

@@ -1,4 +1,9 @@
-"""The common part of engines that load a version from a shared disk when they are told to."""
+"""Engines that load a version from a shared disk when they are told to, and the shapes that any engine has loaded.
+
+An engine's model has the same shapes as long as it runs, and it may not check those it is given. vLLM 0.32 cuts a
+quantised kernel that is larger than the model's without an error, and after one that is smaller it loads nothing any
+more, the version before included.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +11,40 @@ import os
 import pathlib
 from collections.abc import Sequence
 
+from jaxlowprec.checkpoints.errors import brief
 from jaxlowprec.weight_sync.bucket import Bucket
 from jaxlowprec.weight_sync.engines.http import HttpEngine
-from jaxlowprec.weight_sync.engines.loaded import Loaded
-from jaxlowprec.weight_sync.errors import SyncError
+from jaxlowprec.weight_sync.errors import Refused, SyncError
 from jaxlowprec.weight_sync.folders import layout as folders
 from jaxlowprec.weight_sync.folders.directory import SHARD_BYTES, DirectoryTransport
 from jaxlowprec.weight_sync.manifest import Manifest
 from jaxlowprec.weight_sync.transports.transport import Closing
 from jaxlowprec.weight_sync.versions import said_version
+
+
+class Loaded:
+    """The shapes of the tensors that an engine has loaded over one transport."""
+
+    def __init__(self) -> None:
+        self._version, self._shapes = 0, dict[str, tuple[int, ...]]()
+        self._begun: dict[str, tuple[int, ...]] = {}
+
+    def begin(self, version: int, manifest: Manifest) -> None:
+        """A new version. Raises Refused if a tensor has another shape than in the one that was loaded last."""
+        for entry in manifest.entries:
+            shape = self._shapes.get(entry.name, entry.shape)
+            if tuple(entry.shape) != tuple(shape):
+                raise Refused(
+                    f"begin: {brief(entry.name)} of version {version} has shape {list(entry.shape)}, and {list(shape)} "
+                    f"in version {self._version}, which the engine loaded; needs the shapes of the engine's model. If "
+                    "the engine was started with another model, make a new transport"
+                )
+        self._begun = {entry.name: tuple(entry.shape) for entry in manifest.entries}
+
+    def commit(self, version: int) -> None:
+        """The engine has loaded the version that began."""
+        self._version = version
+        self._shapes |= self._begun
 
 
 class DiskEngine(Closing):

@@ -14,12 +14,11 @@ from jaxlowprec.checkpoints.errors import brief
 from jaxlowprec.weight_sync.bucket import Bucket, BucketHeader
 from jaxlowprec.weight_sync.engines import sglang
 from jaxlowprec.weight_sync.engines.http import HttpEngine
-from jaxlowprec.weight_sync.engines.sglang_payload import in_shared_memory, with_bytes
-from jaxlowprec.weight_sync.engines.torch_memory import SharedBytes, remove_leftovers
+from jaxlowprec.weight_sync.engines.torch_payload import SharedBytes, in_shared_memory, remove_leftovers, with_bytes
 from jaxlowprec.weight_sync.errors import Refused, SyncError
 from jaxlowprec.weight_sync.manifest import Manifest
-from jaxlowprec.weight_sync.receiving.memory import Memory
 from jaxlowprec.weight_sync.receiving.staging import Staging
+from jaxlowprec.weight_sync.receiving.weights import Memory
 from jaxlowprec.weight_sync.transports.transport import Closing
 from jaxlowprec.weight_sync.versions import newer, said_version
 

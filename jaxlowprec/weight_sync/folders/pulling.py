@@ -16,9 +16,9 @@ from jaxlowprec.checkpoints.files.folder import CheckpointFolder
 from jaxlowprec.weight_sync.bucket import checksum
 from jaxlowprec.weight_sync.errors import Refused
 from jaxlowprec.weight_sync.folders import layout as folders
-from jaxlowprec.weight_sync.folders.delta_files import Changes, apply_delta
-from jaxlowprec.weight_sync.folders.record import Record, read_record, refusing
-from jaxlowprec.weight_sync.folders.written_version import as_bytes
+from jaxlowprec.weight_sync.folders.delta import Changes, apply_delta
+from jaxlowprec.weight_sync.folders.directory import as_bytes
+from jaxlowprec.weight_sync.folders.layout import Record, read_record, refusing
 from jaxlowprec.weight_sync.receiving.receiver import Receiver
 from jaxlowprec.weight_sync.transports.sockets import check_timeout
 

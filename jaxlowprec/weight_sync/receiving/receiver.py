@@ -22,10 +22,8 @@ from jaxlowprec.weight_sync.bucket import Bucket, BucketHeader
 from jaxlowprec.weight_sync.errors import PeerTimeout, Refused
 from jaxlowprec.weight_sync.manifest import Manifest
 from jaxlowprec.weight_sync.receiving import forms
-from jaxlowprec.weight_sync.receiving.copies import own_copy, placed
-from jaxlowprec.weight_sync.receiving.memory import Memory
 from jaxlowprec.weight_sync.receiving.staging import Staging
-from jaxlowprec.weight_sync.receiving.weights import NOTHING, Weights
+from jaxlowprec.weight_sync.receiving.weights import NOTHING, Memory, Weights, own_copy, placed
 from jaxlowprec.weight_sync.transports.sockets import check_timeout
 from jaxlowprec.weight_sync.versions import newer
 

@@ -11,7 +11,7 @@ from jaxlowprec.checkpoints.errors import brief
 from jaxlowprec.weight_sync.bucket import Bucket, BucketHeader, checksum, entry_of, views
 from jaxlowprec.weight_sync.errors import Refused
 from jaxlowprec.weight_sync.manifest import Manifest
-from jaxlowprec.weight_sync.receiving.memory import Memory
+from jaxlowprec.weight_sync.receiving.weights import Memory
 
 
 class Staging:

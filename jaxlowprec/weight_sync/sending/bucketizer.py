@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from jaxlowprec.checkpoints.files.file_bytes import memory
+from jaxlowprec.checkpoints.files.open_files import memory
 from jaxlowprec.weight_sync.bucket import ALIGNMENT, Bucket, BucketHeader, checksum, fill, place
 from jaxlowprec.weight_sync.errors import SyncError
 from jaxlowprec.weight_sync.sending.source import Bundle, WeightSource

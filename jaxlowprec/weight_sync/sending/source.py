@@ -12,20 +12,18 @@ import numpy as np
 
 from jaxlowprec.arguments import FLOATS, float_dtype_or_none, shown
 from jaxlowprec.arrays.quantized_array import QuantizedArray
-from jaxlowprec.checkpoints.conversion.choice import require_one_scheme_in_a_unit
 from jaxlowprec.checkpoints.conversion.plan import output_specs
 from jaxlowprec.checkpoints.conversion.quantizing import amax
-from jaxlowprec.checkpoints.conversion.rules import Rules, fused_units, splits
+from jaxlowprec.checkpoints.conversion.rules import Rules, fused_units, require_one_scheme_in_a_unit, splits
 from jaxlowprec.checkpoints.errors import brief
 from jaxlowprec.checkpoints.files.dtypes import file_dtype
 from jaxlowprec.checkpoints.files.safetensors_header import TensorSpec
 from jaxlowprec.checkpoints.schemes.base import Scheme, require_scheme
-from jaxlowprec.checkpoints.trees.activation_scales import check_scales, with_scales
 from jaxlowprec.checkpoints.trees.leaf_tensors import LeafTensors, about
 from jaxlowprec.checkpoints.trees.mapping import TreeMapping
 from jaxlowprec.checkpoints.trees.tree_paths import leaves
-from jaxlowprec.weight_sync.described import described
-from jaxlowprec.weight_sync.manifest import Entry, Manifest
+from jaxlowprec.checkpoints.trees.trees import check_scales, with_scales
+from jaxlowprec.weight_sync.manifest import Entry, Manifest, described
 
 PARTS = ("data", "scale", "amax", "zero_point", "signs")
 """The arrays of a QuantizedArray; each is sent if it exists."""

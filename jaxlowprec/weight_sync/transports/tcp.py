@@ -1,8 +1,8 @@
 """Weights over TCP, for trainers and engines on different machines, or in different containers of one machine.
 
 Both ends prove that they hold one secret, and every frame is signed. With `encrypt=True` at both ends everything goes
-through TLS 1.3 (see `tls.py`). Without it payloads are only checked for damage: whoever can read the network can read
-the weights, and whoever can rewrite packets can change them.
+through TLS 1.3 (see `security.py`). Without it payloads are only checked for damage: whoever can read the network can
+read the weights, and whoever can rewrite packets can change them.
 """
 
 from __future__ import annotations
@@ -12,12 +12,11 @@ import socket
 from jaxlowprec.arguments import whole_number
 from jaxlowprec.weight_sync.errors import PeerLost, PeerTimeout
 from jaxlowprec.weight_sync.receiving.receiver import Receiver
-from jaxlowprec.weight_sync.transports.handshake import TIMEOUT, check_secret, introduce
-from jaxlowprec.weight_sync.transports.listening import MOST_STRANGERS, Listening
-from jaxlowprec.weight_sync.transports.remote import RemoteTransport
+from jaxlowprec.weight_sync.transports.protocol import Channel
+from jaxlowprec.weight_sync.transports.receiving_end import MOST_STRANGERS, Listening
+from jaxlowprec.weight_sync.transports.security import TIMEOUT, ClientTls, Path, ServerTls, check_secret, introduce
 from jaxlowprec.weight_sync.transports.sockets import Deadline, check_timeout, close, no_connection
-from jaxlowprec.weight_sync.transports.stream import Channel
-from jaxlowprec.weight_sync.transports.tls import ClientTls, Path, ServerTls
+from jaxlowprec.weight_sync.transports.transport import RemoteTransport
 
 _MOST_PORT = 65535
 

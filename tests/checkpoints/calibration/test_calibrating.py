@@ -10,7 +10,7 @@ import pytest
 
 from jaxlowprec.checkpoints.calibration import Calibration, Method
 from jaxlowprec.checkpoints.conversion.convert import Run, convert, dequantize, scheme_for
-from jaxlowprec.checkpoints.decoders.folders import load
+from jaxlowprec.checkpoints.decoders import load
 from jaxlowprec.checkpoints.errors import CheckpointError
 from jaxlowprec.cli.main import main
 from tests.checkpoints.small_models import contents, read_config, read_tensors, write_checkpoint

@@ -16,8 +16,9 @@ from jaxlowprec.checkpoints.conversion.inspect import (
     error_of,
     inspect,
     layer_of,
+    plot_sqnr,
+    sqnr_by_kind,
 )
-from jaxlowprec.checkpoints.conversion.plot import plot_sqnr, sqnr_by_kind
 from jaxlowprec.checkpoints.errors import CheckpointError
 from tests.checkpoints.small_models import llama, read_tensors, write_checkpoint
 

@@ -4,8 +4,8 @@ import re
 
 import pytest
 
-from jaxlowprec.checkpoints.conversion.presets import DEFAULTS
 from jaxlowprec.checkpoints.conversion.rules import (
+    DEFAULTS,
     FUSED,
     Rules,
     config_ignore,

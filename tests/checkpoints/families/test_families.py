@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 
 from jaxlowprec.checkpoints import CheckpointError, load, mapping_for, save, schemes
-from jaxlowprec.checkpoints.families.known import FAMILIES
+from jaxlowprec.checkpoints.families.families import FAMILIES
 from jaxlowprec.checkpoints.trees.tree_paths import leaves
 from jaxlowprec.nnx.moe import SelectionBias
 from tests.checkpoints.families.trees import fused, leaves_of, nested, stacked, with_heads

@@ -9,7 +9,7 @@ from jaxlowprec.checkpoints.conversion.convert import Run, convert, dequantize
 from jaxlowprec.checkpoints.conversion.inspect import WeightError, error_of, inspect
 from jaxlowprec.checkpoints.errors import CheckpointError
 from jaxlowprec.checkpoints.files.config import with_quantization
-from jaxlowprec.checkpoints.schemes.magnitudes import all_finite, limit
+from jaxlowprec.checkpoints.files.dtypes import all_finite, limit
 from jaxlowprec.checkpoints.trees import trees
 from jaxlowprec.checkpoints.trees.mapping import Rule, TreeMapping
 from tests.checkpoints.small_models import CONFIG, read_tensors, write_checkpoint

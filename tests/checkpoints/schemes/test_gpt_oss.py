@@ -7,13 +7,11 @@ import numpy as np
 import pytest
 
 from jaxlowprec.checkpoints import schemes
-from jaxlowprec.checkpoints.conversion.choice import Choice
 from jaxlowprec.checkpoints.conversion.convert import Run, convert, dequantize
 from jaxlowprec.checkpoints.conversion.engine import compare_shards
 from jaxlowprec.checkpoints.conversion.inspect import inspect
-from jaxlowprec.checkpoints.conversion.presets import DEFAULTS
 from jaxlowprec.checkpoints.conversion.quantizing import plan_quantization
-from jaxlowprec.checkpoints.conversion.rules import Rules
+from jaxlowprec.checkpoints.conversion.rules import DEFAULTS, Choice, Rules
 from jaxlowprec.checkpoints.errors import CheckpointError
 from jaxlowprec.checkpoints.files.folder import CheckpointFolder
 from tests.checkpoints.small_models import llama, read_config, read_tensors, same, write_checkpoint

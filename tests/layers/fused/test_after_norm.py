@@ -10,8 +10,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jaxlowprec as jlp
-from jaxlowprec.layers.fused.mlp import mlp_of
-from jaxlowprec.layers.fused.shared_input import layers_of, linears_of
+from jaxlowprec.layers.fused_mlp import mlp_of
+from jaxlowprec.layers.shared_input import layers_of, linears_of
 from jaxlowprec.ops.norms.api import checked_norm
 from tests.helpers import assert_same_bytes, often, random_array
 from tests.layers.fused.layers import CASES, EVERY, EXACT, SAVED, traced_calls, weights

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxlowprec as jlp
 from jaxlowprec.layers.residuals import CHECKPOINT_NAMES
-from jaxlowprec.ops.quantize.keys import key_words, slice_words
+from jaxlowprec.ops.quantize.random_bits import key_words, slice_words
 from jaxlowprec.recipes.roles import GEMMS
 from tests.helpers import assert_same_bytes, often, random_array
 from tests.low_precision import STRUCTURES, recipes

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxlowprec as jlp
 from jaxlowprec import Role, Roles
-from jaxlowprec.ops.quantize.keys import keyless_seed, keyless_words
+from jaxlowprec.ops.quantize.random_bits import keyless_seed, keyless_words
 from tests.helpers import assert_same_bytes, often, random_array
 from tests.layers.fused.layers import relative_error, weights
 from tests.sharding.meshes import mesh_of, place

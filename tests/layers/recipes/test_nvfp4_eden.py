@@ -12,8 +12,8 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 import jaxlowprec as jlp
-from jaxlowprec.ops.hadamard.signs import STREAM_OF_DGRAD, drawn_signs
-from jaxlowprec.ops.quantize.keys import further_words
+from jaxlowprec.ops.hadamard import STREAM_OF_DGRAD, drawn_signs
+from jaxlowprec.ops.quantize.random_bits import further_words
 from tests.helpers import assert_same_bytes, often, random_array
 from tests.products import kept
 from tests.sharding.meshes import mesh_of, place

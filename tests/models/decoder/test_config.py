@@ -7,7 +7,7 @@ import os
 import numpy as np
 import pytest
 
-from jaxlowprec.checkpoints.decoders import folders
+from jaxlowprec.checkpoints import decoders
 from jaxlowprec.models.decoder.config import DecoderConfig
 from jaxlowprec.models.decoder.rope import KINDS
 from tests.models.decoder import tiny
@@ -42,13 +42,13 @@ def test_a_broken_config_is_named(tmp_path, content, message):
     if content is not None:
         (tmp_path / "config.json").write_text(content)
     with pytest.raises(ValueError, match=message):
-        folders.load(tmp_path)
+        decoders.load(tmp_path)
 
 
 def test_a_file_in_place_of_a_folder_is_named(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ValueError, match=r"config.json: has no config.json; needs a Hugging Face model folder"):
-        folders.load(tmp_path / "config.json")
+        decoders.load(tmp_path / "config.json")
 
 
 def test_windows_are_those_of_the_layers():
@@ -268,7 +268,7 @@ def test_a_count_that_the_folder_does_not_hold_is_refused_first(tmp_path, family
     with pytest.raises(
         ValueError, match=r"config.json says \d+ (layers|experts in all layers); the folder has \d+ tensors"
     ):
-        folders.load(tmp_path / "m")
+        decoders.load(tmp_path / "m")
 
 
 def test_a_pipe_in_place_of_a_config_is_not_waited_for(tmp_path):

@@ -9,8 +9,7 @@ import pytest
 from flax import nnx
 
 import jaxlowprec as jlp
-from jaxlowprec.checkpoints import TreeMapping, activation_scales, convert, dequantize, save, schemes
-from jaxlowprec.checkpoints.decoders import exports, folders
+from jaxlowprec.checkpoints import TreeMapping, activation_scales, convert, decoders, dequantize, save, schemes
 from jaxlowprec.checkpoints.families.known import mapping_for
 from jaxlowprec.models.decoder.config import FAMILIES
 from jaxlowprec.weight_sync import InProcess, Receiver, WeightSource, push
@@ -22,19 +21,19 @@ from tests.models.decoder import tiny
 @pytest.mark.parametrize("family", often(("phi3", "gpt_oss", "deepseek_v3"), tiny.FAMILIES))
 def test_an_export_has_the_bytes_of_the_source(family, tmp_path):
     source = tiny.folder(tmp_path / "source", family)
-    decoder = folders.load(source)
-    exports.export(source, tmp_path / "export", decoder)
+    decoder = decoders.load(source)
+    decoders.export(source, tmp_path / "export", decoder)
     assert_same_bytes(read_tensors(tmp_path / "export"), read_tensors(source))
     assert read_config(tmp_path / "export") == read_config(source) | {"dtype": "bfloat16"}
 
 
 def test_a_bias_that_chooses_experts_is_not_rounded(tmp_path):
     source = tiny.folder(tmp_path / "source", "deepseek_v3", num_nextn_predict_layers=1)
-    decoder = folders.load(source)
+    decoder = decoders.load(source)
     bias = jnp.float32([0.1, 0.2, 0.3, 1 + 2**-20])
     decoder.layers[1].mlp.selection_bias.set_value(bias)
-    exports.export(source, tmp_path / "export", decoder)
-    assert_same_bytes(folders.load(tmp_path / "export").layers[1].mlp.selection_bias.get_value(), bias)
+    decoders.export(source, tmp_path / "export", decoder)
+    assert_same_bytes(decoders.load(tmp_path / "export").layers[1].mlp.selection_bias.get_value(), bias)
     assert read_config(tmp_path / "export")["num_nextn_predict_layers"] == 0
 
 
@@ -42,7 +41,7 @@ def test_layers_that_predict_further_tokens_are_left_out(tmp_path):
     source = tiny.folder(tmp_path / "source", "glm4_moe")
     draft = {"model.layers.2.enorm.weight": np.ones(128, np.float32)}
     write_checkpoint(tmp_path / "whole", read_tensors(source) | draft, 1, read_config(source))
-    assert_same_bytes(*(nnx.state(folders.load(folder)) for folder in (tmp_path / "whole", source)))
+    assert_same_bytes(*(nnx.state(decoders.load(folder)) for folder in (tmp_path / "whole", source)))
 
 
 @pytest.mark.slow
@@ -50,10 +49,10 @@ def test_layers_that_predict_further_tokens_are_left_out(tmp_path):
 def test_quantised_parts_are_joined_and_taken_apart(family, tmp_path):
     """Files of these families have one matrix for queries, keys and values, or for gate and up."""
     source = tiny.folder(tmp_path / "source", family)
-    quantized = jlp.quantize_params(folders.load(source), jlp.Int4QAT(group_size=32))
-    exports.export(source, tmp_path / "export", quantized, schemes.by_name("w4a16", group_size=32))
+    quantized = jlp.quantize_params(decoders.load(source), jlp.Int4QAT(group_size=32))
+    decoders.export(source, tmp_path / "export", quantized, schemes.by_name("w4a16", group_size=32))
     assert "model.layers.1.mlp.gate_up_proj.weight_packed" in read_tensors(tmp_path / "export")
-    loaded = folders.load(tmp_path / "export", param_dtype=jnp.bfloat16)
+    loaded = decoders.load(tmp_path / "export", param_dtype=jnp.bfloat16)
     ours, theirs = (arrays(decoder) for decoder in (quantized, loaded))
     assert len(ours) == 14
     for path, q in ours.items():
@@ -68,12 +67,12 @@ def test_float8_with_a_scale_per_row(family, activations, tmp_path):
     scheme = schemes.by_name("fp8_channel", activations=activations, input_scale=0.5, scale_dtype="bfloat16")
     convert(source, tmp_path / "codes", scheme)
     dequantize(tmp_path / "codes", tmp_path / "decoded", dtype="float32")
-    codes, decoded = (folders.load(tmp_path / name) for name in ("codes", "decoded"))
+    codes, decoded = (decoders.load(tmp_path / name) for name in ("codes", "decoded"))
     assert len(arrays(codes)) == 14 and not arrays(decoded)
     tokens = np.arange(12)[None]
     logits = nnx.jit(lambda decoder, tokens: decoder(tokens))
     np.testing.assert_allclose(logits(codes, tokens), logits(decoded, tokens), rtol=1e-4, atol=1e-4)
-    exports.export(tmp_path / "codes", tmp_path / "export", codes, scheme)
+    decoders.export(tmp_path / "codes", tmp_path / "export", codes, scheme)
     assert_same_bytes(read_tensors(tmp_path / "export"), read_tensors(tmp_path / "codes"))
 
 
@@ -88,13 +87,13 @@ def test_calibrated_scales_of_activations_are_kept(name, tmp_path):
     tensors |= {n: np.full_like(tensors[n], 0.5 + i) for i, n in enumerate(scales)}
     assert len(scales) == 4 + 3 * 4
     calibrated = write_checkpoint(tmp_path / "calibrated", tensors, 1, read_config(tmp_path / "codes"))
-    decoder = folders.load(calibrated, param_dtype=jnp.bfloat16)
-    exports.export(calibrated, tmp_path / "export", decoder, scheme)
+    decoder = decoders.load(calibrated, param_dtype=jnp.bfloat16)
+    decoders.export(calibrated, tmp_path / "export", decoder, scheme)
     assert_same_bytes(read_tensors(tmp_path / "export"), tensors)
-    exports.export(source, tmp_path / "plain", decoder, scheme)
+    decoders.export(source, tmp_path / "plain", decoder, scheme)
     assert {read_tensors(tmp_path / "plain")[n].item() for n in scales} == {1.0}
     state, kept = nnx.state(decoder, nnx.Any(nnx.Param, jlp.nnx.Quantized)), activation_scales(calibrated, scheme)
-    sent = WeightSource(state, folders.mapping_of(decoder.config), scheme, jnp.bfloat16, activation_scales=kept)
+    sent = WeightSource(state, decoders.mapping_of(decoder.config), scheme, jnp.bfloat16, activation_scales=kept)
     receiver = Receiver()
     push(sent, InProcess(receiver))
     assert_same_bytes({n: receiver.weights[n] for n in tensors}, tensors)
@@ -137,14 +136,14 @@ def test_experts_in_the_arrays_of_gpt_oss(tmp_path):
     """Codes of gate and up are taken apart and joined again."""
     source, scheme = tiny.folder(tmp_path / "source", "gpt_oss"), schemes.by_name("gpt_oss_mxfp4")
     convert(source, tmp_path / "codes", scheme)
-    decoder = folders.load(tmp_path / "codes", param_dtype=jnp.bfloat16)
+    decoder = decoders.load(tmp_path / "codes", param_dtype=jnp.bfloat16)
     gate = read_tensors(source)["model.layers.1.mlp.experts.gate_up_proj"][..., ::2]
     found = arrays(decoder)
     assert len(found) == 6
     q = jlp.quantize(jnp.asarray(gate), scheme.format, axis=-2)
     held = next(leaf for path, leaf in found.items() if "'layers'][1]" in path and "gate_proj" in path)
     assert_same_bytes((held.data, held.scale), (q.data, q.scale))
-    exports.export(tmp_path / "codes", tmp_path / "export", decoder, scheme)
+    decoders.export(tmp_path / "codes", tmp_path / "export", decoder, scheme)
     assert_same_bytes(read_tensors(tmp_path / "export"), read_tensors(tmp_path / "codes"))
 
 
@@ -154,7 +153,7 @@ def test_adapters_of_parts_are_joined(tmp_path):
     for n, part in enumerate((layer.q_proj, layer.k_proj, layer.v_proj)):
         numbers = np.random.default_rng(n).standard_normal(part.lora.lora_b.shape, np.float32)
         part.lora.lora_b.set_value(jax.device_put(numbers))
-    exports.export_adapters(tmp_path, tmp_path / "adapters", decoder, 2, 4.0)
+    decoders.export_adapters(tmp_path, tmp_path / "adapters", decoder, 2, 4.0)
     from safetensors.numpy import load_file
 
     held = load_file(tmp_path / "adapters" / "adapter_model.safetensors")

@@ -9,7 +9,7 @@ from flax import nnx
 
 import jaxlowprec as jlp
 from jaxlowprec import checkpoints
-from jaxlowprec.checkpoints.decoders import folders
+from jaxlowprec.checkpoints import decoders
 from jaxlowprec.models.decoder.model import Decoder
 from tests.helpers import often
 from tests.models.decoder import tiny
@@ -58,7 +58,7 @@ def saved(tmp_path_factory, theirs):
 
 
 def ours(folder):
-    decoder = folders.load(pathlib.Path(folder))
+    decoder = decoders.load(pathlib.Path(folder))
     return decoder, np.asarray(nnx.jit(lambda decoder, tokens: decoder(tokens))(decoder, TOKENS))
 
 

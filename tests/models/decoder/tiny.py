@@ -6,7 +6,7 @@ import numpy as np
 from flax import nnx
 
 from jaxlowprec import checkpoints
-from jaxlowprec.checkpoints.decoders.folders import mapping_of
+from jaxlowprec.checkpoints.decoders import mapping_of
 from jaxlowprec.models.decoder.config import DecoderConfig
 from jaxlowprec.models.decoder.model import Decoder
 

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxlowprec as jlp
 from jaxlowprec import traffic
-from jaxlowprec.layers.fused.shared_input import Layer
+from jaxlowprec.layers.shared_input import Layer
 from jaxlowprec.moe.exchange import AllToAll
 from jaxlowprec.moe.grouped_linear import Gated, fused_experts
 from jaxlowprec.moe.wire import formats_of, is_kept, sent

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxlowprec.arrays.hadamard import Hadamard
-from jaxlowprec.ops.grouped_matmul import cuda, tiled
+from jaxlowprec.ops.grouped_matmul import cuda, quantize_op
 from jaxlowprec.ops.grouped_matmul.op import GroupedMatmulSpec
 from jaxlowprec.ops.grouped_matmul.plain import plain_rows, plain_wgrad, rows_by_chunks, wgrad_by_chunks
 from jaxlowprec.ops.grouped_matmul.quantize_op import GroupedQuantizeSpec, grouped_quantize_op, over_batches
@@ -68,7 +68,7 @@ def rows_of(case):
 
 @functools.cache
 def tiled_quantize(spec):
-    return jax.jit(functools.partial(tiled.quantize, spec))
+    return jax.jit(functools.partial(quantize_op.quantize, spec))
 
 
 def on_cuda(function, *static):
@@ -135,9 +135,9 @@ class TestQuantizing:
         tensors = [group_amaxes(x, sizes, True, None)[0]] * 2
         words = jnp.asarray(np.random.default_rng(1).integers(0, 2**32, (2, 3, 4, 2), dtype=np.uint32))
         ids = [jnp.arange(n, dtype=jnp.uint32) for n in (150, 2, 32, 10)]
-        found = jax.jit(functools.partial(over_batches(functools.partial(tiled.quantize, spec)), shared=range(3, 7)))(
-            x, sizes, *tensors, words, *ids
-        )
+        found = jax.jit(
+            functools.partial(over_batches(functools.partial(quantize_op.quantize, spec)), shared=range(3, 7))
+        )(x, sizes, *tensors, words, *ids)
         assert_same_bytes(found, evaluated(grouped_quantize_op(spec, "ffi"))(x, sizes, *tensors, words, *ids))
 
     @by_case
@@ -155,7 +155,9 @@ class TestQuantizing:
 @jax.jit
 def amaxes(x, sizes):
     """Those of the CPU's kernel, then the tiled ones: both, and each alone."""
-    tiled_ones = [tiled.amax(*which, x, sizes) for which in ((True, Hadamard()), (True, None), (False, Hadamard()))]
+    tiled_ones = [
+        quantize_op.amax(*which, x, sizes) for which in ((True, Hadamard()), (True, None), (False, Hadamard()))
+    ]
     return group_amaxes(x, sizes, True, Hadamard()), *tiled_ones
 
 

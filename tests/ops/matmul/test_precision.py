@@ -9,7 +9,7 @@ from flax import nnx
 from jax.lax import DotAlgorithmPreset, Precision
 
 import jaxlowprec as jlp
-from jaxlowprec.ops.precision import checked_precision, wants_float32_sums
+from jaxlowprec.ops.checks import checked_precision, wants_float32_sums
 from tests.cuda_without_gpu.claiming_cuda import claiming_cuda, custom_calls
 from tests.helpers import assert_same_bytes, random_array
 

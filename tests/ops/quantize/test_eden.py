@@ -12,8 +12,8 @@ from jax import export
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from jaxlowprec.ops.quantize import eden
-from jaxlowprec.ops.quantize.philox import Draws
+from jaxlowprec.ops.quantize import reference
+from jaxlowprec.ops.quantize.random_bits import Draws
 from tests.eager import jlp
 from tests.helpers import FLOATS, assert_same_bytes, often, random_array
 from tests.ops.implementations import ByKernels, ByReference
@@ -148,7 +148,7 @@ GOLDEN = [  # a block, its tensor's amax, its codes, what its scale becomes, and
 ]
 
 
-jitted_corrected_scales = jax.jit(eden.corrected_scales)
+jitted_corrected_scales = jax.jit(reference.corrected_scales)
 
 
 @pytest.mark.parametrize(("values", "g", "codes", "wanted", "stored"), GOLDEN)
@@ -172,12 +172,12 @@ def test_golden_blocks(values, g, codes, wanted, stored):
 def test_golden_bits():
     """Philox's words are 4b25fde1 1f46a607 b354728c c482a820; a block takes the upper 20 bits of its own."""
     draws = Draws(jnp.array([1, 2], jnp.uint32), jnp.array([3], jnp.uint32), jnp.arange(4, 8, dtype=jnp.uint32), 2)
-    assert eden.random_bits(draws).tolist() == [[0x4B25F, 0x1F46A, 0xB3547, 0xC482A]]
+    assert reference.random_bits(draws).tolist() == [[0x4B25F, 0x1F46A, 0xB3547, 0xC482A]]
 
 
 def test_the_chance_of_the_upper_neighbour():
     """It is the distance from the lower one: by all 2^20 random numbers, below the least normal number too."""
-    bits, rounded_up_by = np.arange(2**20, dtype=np.uint32), jax.jit(eden.rounded_up_by)
+    bits, rounded_up_by = np.arange(2**20, dtype=np.uint32), jax.jit(reference.rounded_up_by)
     for wanted, low, high in [
         (1.3, 1.25, 1.375),
         (2**-8 * 1.25, 2**-8, 2**-8 * 1.5),

@@ -10,10 +10,10 @@ import pytest
 
 import jaxlowprec as jlp
 from jaxlowprec.arrays.hadamard import Hadamard
-from jaxlowprec.ops.hadamard.reference import rotate_padded
-from jaxlowprec.ops.quantize import eden, reference
-from jaxlowprec.ops.quantize.philox import Draws
-from jaxlowprec.ops.quantize.variants import amax_field
+from jaxlowprec.ops.hadamard import rotate_padded
+from jaxlowprec.ops.quantize import reference
+from jaxlowprec.ops.quantize.op import amax_field
+from jaxlowprec.ops.quantize.random_bits import Draws
 
 DRAWS, SHAPE, SIZE = 256, (32, 1024), 128
 ROTATION = Hadamard(SIZE, (1,) * SIZE)  # its signs are drawn beside it: they would compile a program each
@@ -33,7 +33,7 @@ def by_reference(x, fmt, key):
     rows, blocks = (jnp.arange(n, dtype=jnp.uint32) for n in (SHAPE[0], SHAPE[1] // 16))
     rotated = rotate_padded(x, ROTATION)
     g = jnp.abs(rotated).max()
-    draws = Draws(jax.random.key_data(key), rows, blocks, eden.FIRST_STREAM)
+    draws = Draws(jax.random.key_data(key), rows, blocks, reference.FIRST_STREAM)
     data, scale = reference.quantize_rows(rotated, fmt, g, draws=draws, eden=True)
     amax = amax_field(fmt, g, eden=True)
     return jlp.QuantizedArray(data, scale, amax, None, fmt, SHAPE, x.dtype, -1, ROTATION).dequantize()
@@ -81,7 +81,7 @@ def to_nearest_below(scale, scaled, numbers, bits):
     return CORRECTED(scale, scaled, numbers, bits * 0)
 
 
-CORRECTED = eden.corrected_scales
+CORRECTED = reference.corrected_scales
 
 
 @pytest.mark.slow
@@ -92,8 +92,8 @@ def test_a_fault_of_the_correction_is_found(monkeypatch, fault):
 
 
 def test_a_ratio_that_may_not_exceed_one_is_found(monkeypatch):
-    quotient = eden.quotient
-    monkeypatch.setattr(eden, "quotient", lambda a, b: jnp.minimum(quotient(a, b), 1.0))
+    quotient = reference.quotient
+    monkeypatch.setattr(reference, "quotient", lambda a, b: jnp.minimum(quotient(a, b), 1.0))
     assert not is_unbiased(*measured(by_reference))
 
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxlowprec.ops.quantize.philox import philox4x32
+from jaxlowprec.ops.quantize.random_bits import philox4x32
 from tests.eager import jlp
 from tests.helpers import assert_same_bytes, random_array
 from tests.ops.quantize.test_quantize import NVFP4_SHAPES

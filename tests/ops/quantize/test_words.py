@@ -9,7 +9,7 @@ import pytest
 from jax import export
 from jax.sharding import AxisType, PartitionSpec
 
-from jaxlowprec.ops.quantize.philox import words_at
+from jaxlowprec.ops.quantize.random_bits import words_at
 from tests import numpy_oracle
 from tests.helpers import assert_same_bytes
 from tests.sharding.meshes import mesh_of, place

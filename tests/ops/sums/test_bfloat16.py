@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from jaxlowprec.ops.sums.rounding import stochastic_bfloat16
+from jaxlowprec.ops.sums.quantized import stochastic_bfloat16
 from tests.helpers import assert_same_bytes, random_array
 from tests.numpy_oracle import sums as oracle
 

@@ -11,9 +11,8 @@ import pytest
 from flax import nnx
 
 from jaxlowprec import checkpoints
-from jaxlowprec.checkpoints.conversion.presets import DEFAULTS
-from jaxlowprec.checkpoints.conversion.rules import Rules
-from jaxlowprec.checkpoints.decoders.folders import mapping_of
+from jaxlowprec.checkpoints.conversion.rules import DEFAULTS, Rules
+from jaxlowprec.checkpoints.decoders import mapping_of
 from jaxlowprec.weight_sync import VLLM, Refused, VLLMTransfer, WeightSource, push
 from tests.ports import free_port
 from tests.weight_sync.engines import live_vllm, models

@@ -4,7 +4,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from jaxlowprec.weight_sync.engines.vllm_transfer import VLLMTransfer
+from jaxlowprec.weight_sync.engines.vllm import VLLMTransfer
 from jaxlowprec.weight_sync.engines.vllm_worker import Inbox, Listen, Load, to_torch
 from jaxlowprec.weight_sync.errors import PeerLost, Refused
 from jaxlowprec.weight_sync.transports.transport import Transport

@@ -11,13 +11,11 @@ from hypothesis.extra import numpy as arrays_of
 
 from jaxlowprec.weight_sync.bucket import checksum
 from jaxlowprec.weight_sync.errors import Refused
-from jaxlowprec.weight_sync.folders import changes
+from jaxlowprec.weight_sync.folders import delta
 from jaxlowprec.weight_sync.folders import layout as folders
-from jaxlowprec.weight_sync.folders.changes import apply_runs, changed_runs
-from jaxlowprec.weight_sync.folders.delta import DeltaTransport
-from jaxlowprec.weight_sync.folders.delta_files import Changes, apply_delta
+from jaxlowprec.weight_sync.folders.delta import Changes, DeltaTransport, apply_delta, apply_runs, changed_runs
+from jaxlowprec.weight_sync.folders.layout import read_record
 from jaxlowprec.weight_sync.folders.pulling import pull
-from jaxlowprec.weight_sync.folders.record import read_record
 from jaxlowprec.weight_sync.receiving.receiver import Receiver
 from tests.weight_sync.syncing import is_whole, model, sync
 
@@ -273,8 +271,8 @@ pairs = st.integers(0, 300).flatmap(
 def test_runs_turn_the_old_bytes_into_the_new_ones(pair, chunk, most, runs_at_once):
     """With small limits, so that every border between chunks and runs is met."""
     old, new = pair
-    before = changes._CHUNK, changes._MOST, changes._RUNS
-    changes._CHUNK, changes._MOST, changes._RUNS = chunk, most, runs_at_once
+    before = delta._CHUNK, delta._MOST, delta._RUNS
+    delta._CHUNK, delta._MOST, delta._RUNS = chunk, most, runs_at_once
     try:
         runs, values = changed_runs(old, new)
         assert (runs <= most).all()
@@ -284,9 +282,9 @@ def test_runs_turn_the_old_bytes_into_the_new_ones(pair, chunk, most, runs_at_on
         apply_runs(tensor, runs, values)
         assert (tensor == new).all()
         changed = np.count_nonzero(old != new)
-        assert changed <= values.size <= changed + changes._MERGE * max(0, changed - 1)
+        assert changed <= values.size <= changed + delta._MERGE * max(0, changed - 1)
     finally:
-        changes._CHUNK, changes._MOST, changes._RUNS = before
+        delta._CHUNK, delta._MOST, delta._RUNS = before
 
 
 def test_gaps_and_runs_longer_than_16_bits_survive():

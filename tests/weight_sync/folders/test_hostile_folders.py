@@ -11,7 +11,7 @@ from jaxlowprec.checkpoints.files.written_whole import TEMPORARY_PREFIX
 from jaxlowprec.weight_sync import DeltaTransport, DirectoryTransport, Receiver, Refused, WeightSource, pull, push
 from jaxlowprec.weight_sync.folders import layout as folders
 from jaxlowprec.weight_sync.folders import pulling as pulling_module
-from jaxlowprec.weight_sync.folders.record import _checksum
+from jaxlowprec.weight_sync.folders.layout import _checksum
 from tests.weight_sync.syncing import is_whole, model, packed, sync
 
 

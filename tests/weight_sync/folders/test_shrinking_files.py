@@ -13,7 +13,7 @@ import json, logging, os, pathlib, sys
 import numpy as np
 
 from jaxlowprec.weight_sync import DeltaTransport, Receiver, Refused, pull
-from jaxlowprec.weight_sync.folders.delta_files import Changes
+from jaxlowprec.weight_sync.folders.delta import Changes
 from tests.weight_sync.syncing import sync
 
 root = pathlib.Path(sys.argv[1])

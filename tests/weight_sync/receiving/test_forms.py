@@ -4,14 +4,12 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from jaxlowprec.checkpoints.conversion.presets import DEFAULTS
-from jaxlowprec.checkpoints.conversion.rules import Rules
+from jaxlowprec.checkpoints.conversion.rules import DEFAULTS, Rules
 from jaxlowprec.checkpoints.schemes import by_name, marlin
 from jaxlowprec.checkpoints.schemes.gptq import GPTQ
 from jaxlowprec.weight_sync import InProcess, Receiver, Refused, WeightSource, differences, push
 from jaxlowprec.weight_sync.bucket import entry_of, pack
-from jaxlowprec.weight_sync.described import described
-from jaxlowprec.weight_sync.manifest import Manifest
+from jaxlowprec.weight_sync.manifest import Manifest, described
 from tests.checkpoints.weights import INT4, SCHEMES, weight
 from tests.weight_sync.trees import MAPPING, llama
 

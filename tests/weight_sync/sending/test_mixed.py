@@ -8,14 +8,12 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxlowprec.checkpoints import QWEN3_MOE, convert, schemes
-from jaxlowprec.checkpoints.conversion.presets import DEFAULTS
-from jaxlowprec.checkpoints.conversion.rules import Rules
-from jaxlowprec.checkpoints.decoders import exports, folders
+from jaxlowprec.checkpoints import QWEN3_MOE, convert, decoders, schemes
+from jaxlowprec.checkpoints.conversion.rules import DEFAULTS, Rules
 from jaxlowprec.checkpoints.schemes.mixed import ConfigGroup, Mixed
 from jaxlowprec.checkpoints.trees import trees
 from jaxlowprec.weight_sync import DirectoryTransport, InProcess, Manifest, Receiver, Refused, WeightSource, push
-from jaxlowprec.weight_sync.described import described, scheme_of
+from jaxlowprec.weight_sync.manifest import described, scheme_of
 from tests.checkpoints.small_models import read_config, read_tensors
 from tests.eager import jlp
 from tests.helpers import assert_same_bytes
@@ -46,9 +44,9 @@ def received(source, **options):
 
 def test_a_push_gives_the_bytes_and_the_config_of_an_export(source, tmp_path):
     folder, scheme = source
-    decoder = folders.load(folder, param_dtype=jnp.bfloat16)
-    exports.export(folder, tmp_path / "export", decoder, scheme)
-    mapping, state = folders.mapping_of(decoder.config), nnx.state(decoder, nnx.Any(nnx.Param, jlp.nnx.Quantized))
+    decoder = decoders.load(folder, param_dtype=jnp.bfloat16)
+    decoders.export(folder, tmp_path / "export", decoder, scheme)
+    mapping, state = decoders.mapping_of(decoder.config), nnx.state(decoder, nnx.Any(nnx.Param, jlp.nnx.Quantized))
     sent = WeightSource(state, mapping, scheme, jnp.bfloat16)
     receiver = received(sent)
     exported = read_tensors(tmp_path / "export")
@@ -63,18 +61,18 @@ def test_a_push_gives_the_bytes_and_the_config_of_an_export(source, tmp_path):
 
 def test_a_published_folder_is_an_export(source, tmp_path):
     folder, scheme = source
-    decoder = folders.load(folder, param_dtype=jnp.bfloat16)
+    decoder = decoders.load(folder, param_dtype=jnp.bfloat16)
     state = nnx.state(decoder, nnx.Any(nnx.Param, jlp.nnx.Quantized))
     transport = DirectoryTransport(tmp_path / "versions", files=[folder / "config.json"])
-    push(WeightSource(state, folders.mapping_of(decoder.config), scheme, jnp.bfloat16), transport)
-    assert_same_bytes(nnx.state(folders.load(tmp_path / "versions" / "v000001")), nnx.state(folders.load(folder)))
+    push(WeightSource(state, decoders.mapping_of(decoder.config), scheme, jnp.bfloat16), transport)
+    assert_same_bytes(nnx.state(decoders.load(tmp_path / "versions" / "v000001")), nnx.state(decoders.load(folder)))
 
 
 def test_decoded_weights_and_back(source):
     folder, scheme = source
-    decoder = folders.load(folder, param_dtype=jnp.bfloat16)
+    decoder = decoders.load(folder, param_dtype=jnp.bfloat16)
     state = nnx.state(decoder, nnx.Any(nnx.Param, jlp.nnx.Quantized))
-    sent = WeightSource(state, folders.mapping_of(decoder.config), scheme, jnp.bfloat16)
+    sent = WeightSource(state, decoders.mapping_of(decoder.config), scheme, jnp.bfloat16)
     receiver, stored = received(sent, form="plain"), read_tensors(folder)
     for module in (f"{LAYER}.self_attn.q_proj", f"{LAYER}.mlp.experts.1.down_proj"):
         own = scheme.of_module(module)

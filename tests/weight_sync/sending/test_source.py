@@ -11,14 +11,13 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxlowprec.checkpoints import QWEN3_MOE
 from jaxlowprec.checkpoints.conversion.convert import convert
-from jaxlowprec.checkpoints.conversion.presets import DEFAULTS
-from jaxlowprec.checkpoints.conversion.rules import Rules
+from jaxlowprec.checkpoints.conversion.rules import DEFAULTS, Rules
 from jaxlowprec.checkpoints.files.folder import CheckpointFolder
 from jaxlowprec.checkpoints.schemes import by_name
 from jaxlowprec.checkpoints.trees import trees
 from jaxlowprec.weight_sync import WeightSource
 from jaxlowprec.weight_sync.bucket import entry_of
-from jaxlowprec.weight_sync.described import described
+from jaxlowprec.weight_sync.manifest import described
 from tests.checkpoints.weights import SCHEMES
 from tests.eager import jlp
 from tests.helpers import run_python

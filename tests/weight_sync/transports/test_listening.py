@@ -11,9 +11,9 @@ import pytest
 
 from jaxlowprec.weight_sync.errors import PeerLost, Refused
 from jaxlowprec.weight_sync.receiving.receiver import Receiver
-from jaxlowprec.weight_sync.transports import listening as listening_module
-from jaxlowprec.weight_sync.transports.handshake import introduce
-from jaxlowprec.weight_sync.transports.listening import MOST_TRAINERS
+from jaxlowprec.weight_sync.transports import receiving_end as listening_module
+from jaxlowprec.weight_sync.transports.receiving_end import MOST_TRAINERS
+from jaxlowprec.weight_sync.transports.security import introduce
 from jaxlowprec.weight_sync.transports.shared_memory import SharedMemoryReceiver, SharedMemoryTransport
 from jaxlowprec.weight_sync.transports.tcp import TcpReceiver, TcpTransport
 from tests.weight_sync.syncing import SECRET, is_whole, over_tcp, sync

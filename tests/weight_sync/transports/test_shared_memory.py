@@ -14,11 +14,16 @@ import pytest
 from jaxlowprec.weight_sync import Receiver, Refused, WeightSource, differences, push
 from jaxlowprec.weight_sync.bucket import pack
 from jaxlowprec.weight_sync.errors import PeerLost
-from jaxlowprec.weight_sync.transports.handshake import NotAuthenticated, introduce
-from jaxlowprec.weight_sync.transports.shared_file import SharedFile, receive_descriptor, send_descriptor
-from jaxlowprec.weight_sync.transports.shared_memory import SharedMemoryReceiver, SharedMemoryTransport
+from jaxlowprec.weight_sync.transports.protocol import Channel, Kind
+from jaxlowprec.weight_sync.transports.security import NotAuthenticated, introduce
+from jaxlowprec.weight_sync.transports.shared_memory import (
+    SharedFile,
+    SharedMemoryReceiver,
+    SharedMemoryTransport,
+    receive_descriptor,
+    send_descriptor,
+)
 from jaxlowprec.weight_sync.transports.sockets import Deadline
-from jaxlowprec.weight_sync.transports.stream import Channel, Kind
 from jaxlowprec.weight_sync.transports.transport import Transport
 from tests.weight_sync.syncing import SECRET, is_whole, model, packed, sync
 from tests.weight_sync.trees import numbered

@@ -8,10 +8,9 @@ import time
 import numpy as np
 import pytest
 
-from jaxlowprec.weight_sync.transports.handshake import introduce
-from jaxlowprec.weight_sync.transports.messages import write, write_begin, write_commit
+from jaxlowprec.weight_sync.transports.protocol import Channel, Kind, write, write_begin, write_commit
+from jaxlowprec.weight_sync.transports.security import introduce
 from jaxlowprec.weight_sync.transports.sockets import Deadline
-from jaxlowprec.weight_sync.transports.stream import Channel, Kind
 from jaxlowprec.weight_sync.transports.tcp import TcpTransport
 from tests.weight_sync.syncing import SECRET, is_whole, model, over_tcp, packed, sync
 

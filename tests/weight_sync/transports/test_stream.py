@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxlowprec.weight_sync.errors import PeerLost, PeerTimeout
-from jaxlowprec.weight_sync.transports.handshake import Keys, NotAuthenticated, admit, check_secret, introduce
+from jaxlowprec.weight_sync.transports.protocol import MAX_HEADER_BYTES, BadFrame, Channel, Kind
+from jaxlowprec.weight_sync.transports.security import Keys, NotAuthenticated, admit, check_secret, introduce
 from jaxlowprec.weight_sync.transports.sockets import Deadline, receive_into, send_all
-from jaxlowprec.weight_sync.transports.stream import MAX_HEADER_BYTES, BadFrame, Channel, Kind
 from tests.weight_sync.syncing import SECRET
 
 PREFIX, CODE = 20, 32

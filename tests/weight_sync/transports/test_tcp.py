@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from jaxlowprec.weight_sync.bucket import BucketHeader
 from jaxlowprec.weight_sync.errors import PeerLost, PeerTimeout, Refused
 from jaxlowprec.weight_sync.receiving.receiver import Receiver
-from jaxlowprec.weight_sync.transports.handshake import NotAuthenticated, introduce
-from jaxlowprec.weight_sync.transports.listening import MOST_STRANGERS
+from jaxlowprec.weight_sync.transports.protocol import Channel, Kind
+from jaxlowprec.weight_sync.transports.receiving_end import MOST_STRANGERS
+from jaxlowprec.weight_sync.transports.security import NotAuthenticated, introduce
 from jaxlowprec.weight_sync.transports.sockets import Deadline
-from jaxlowprec.weight_sync.transports.stream import Channel, Kind
 from jaxlowprec.weight_sync.transports.tcp import TcpReceiver, TcpTransport
 from jaxlowprec.weight_sync.transports.transport import Transport
 from tests.weight_sync.syncing import SECRET, is_whole, model, over_tcp, packed, sync

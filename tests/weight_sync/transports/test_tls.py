@@ -11,10 +11,9 @@ import pytest
 
 from jaxlowprec.weight_sync.errors import PeerLost, PeerTimeout, SyncError
 from jaxlowprec.weight_sync.receiving.receiver import Receiver
-from jaxlowprec.weight_sync.transports.handshake import NotAuthenticated, admit, introduce
+from jaxlowprec.weight_sync.transports.security import ClientTls, NotAuthenticated, ServerTls, admit, introduce
 from jaxlowprec.weight_sync.transports.sockets import Deadline
 from jaxlowprec.weight_sync.transports.tcp import TcpReceiver, TcpTransport
-from jaxlowprec.weight_sync.transports.tls import ClientTls, ServerTls
 from tests.weight_sync.relay import DAMAGE, Relay
 from tests.weight_sync.syncing import SECRET, is_whole, model, over_tcp, packed, sync
 

@@ -11,9 +11,9 @@ import threading
 import pytest
 
 from jaxlowprec.weight_sync.receiving.receiver import Receiver
-from jaxlowprec.weight_sync.transports import unix_sockets
+from jaxlowprec.weight_sync.transports import sockets
 from jaxlowprec.weight_sync.transports.shared_memory import SharedMemoryReceiver, SharedMemoryTransport
-from jaxlowprec.weight_sync.transports.unix_sockets import listen_at
+from jaxlowprec.weight_sync.transports.sockets import listen_at
 from tests.weight_sync.syncing import SECRET, is_whole, sync
 
 linux = pytest.mark.skipif(not pathlib.Path("/proc/net/unix").exists(), reason="asks the system who has bound a socket")
@@ -75,14 +75,14 @@ def test_the_name_is_its_owners_alone_from_its_first_moment_on(path, monkeypatch
             bind(self, address)
             modes.append(stat.S_IMODE(path.lstat().st_mode))
 
-    monkeypatch.setattr(unix_sockets.socket, "socket", Watched)
+    monkeypatch.setattr(sockets.socket, "socket", Watched)
     before = os.umask(0)
     try:
         listen_at(path, 1).close()
     finally:
         os.umask(before)
     assert stat.S_IMODE(path.lstat().st_mode) == 0o600
-    assert modes == [0o600] or not unix_sockets._BOUND.exists()  # Linux
+    assert modes == [0o600] or not sockets._BOUND.exists()  # Linux
 
 
 def test_a_link_at_the_path_is_no_way_to_another_file(path, tmp_path):
@@ -108,10 +108,10 @@ def test_a_receiver_takes_no_name_with_it_that_is_anothers(path):
 
 
 def test_a_folder_locked_for_good_is_a_clear_error(path, monkeypatch):
-    monkeypatch.setattr(unix_sockets, "_PATIENCE", 0.05)
+    monkeypatch.setattr(sockets, "_PATIENCE", 0.05)
     descriptor = os.open(path.parent, os.O_RDONLY)
     try:
-        assert unix_sockets.locked(descriptor, 1.0)
+        assert sockets.locked(descriptor, 1.0)
         with pytest.raises(OSError, match="somebody has had the folder locked for 0.05 s"):
             SharedMemoryReceiver(Receiver(), SECRET, path)
     finally:
@@ -123,5 +123,5 @@ def test_a_file_system_without_locks_will_do(path, monkeypatch):
     def none(*_):
         raise OSError(95, "Operation not supported")
 
-    monkeypatch.setattr(unix_sockets, "locked", none)
+    monkeypatch.setattr(sockets, "locked", none)
     SharedMemoryReceiver(Receiver(), SECRET, path).close()

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxlowprec.moe.router_config import RouterConfig
+from jaxlowprec.moe.router import RouterConfig
 
 
 @dataclasses.dataclass(frozen=True)

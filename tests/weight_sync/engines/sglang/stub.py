@@ -10,7 +10,7 @@ import struct
 import numpy as np
 
 from jaxlowprec.checkpoints.files.dtypes import BITS, numpy_dtype
-from jaxlowprec.weight_sync.engines import torch_memory
+from jaxlowprec.weight_sync.engines import torch_payload
 from tests.weight_sync.engines.engine_stubs import SGLangStub
 
 DTYPES = {np.dtype(dtype).name: np.dtype(dtype) for dtype in map(numpy_dtype, BITS) if dtype is not None}
@@ -20,7 +20,7 @@ Metadata = collections.namedtuple("Metadata", "name shape dtype start_idx end_id
 def mapped(kind, manager, handle, nbytes):
     """The bytes of a file of shared memory, as torch maps them: with 64 bytes before, which count its holders."""
     assert (kind, manager) == ("torch.UntypedStorage", b"") and handle.startswith(b"/")
-    with (torch_memory.SHARED_MEMORY / handle.decode()[1:]).open("r+b") as file:
+    with (torch_payload.SHARED_MEMORY / handle.decode()[1:]).open("r+b") as file:
         whole = np.frombuffer(mmap.mmap(file.fileno(), 64 + nbytes), np.uint8)
     assert whole[:4].view(np.int32)[0] > 1000  # torch removes the file when it is 0
     return whole[64:]
@@ -144,4 +144,4 @@ class TensorsStub(SGLangStub):
 
 def shared_files():
     """The names of this library's files of shared memory."""
-    return {path.name for path in torch_memory.SHARED_MEMORY.glob("jaxlowprec-sglang-*")}
+    return {path.name for path in torch_payload.SHARED_MEMORY.glob("jaxlowprec-sglang-*")}

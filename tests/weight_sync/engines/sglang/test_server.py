@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxlowprec.checkpoints.decoders.folders import mapping_of
+from jaxlowprec.checkpoints.decoders import mapping_of
 from jaxlowprec.weight_sync import SGLang, SGLangTensors, WeightSource, push
 from tests.weight_sync.engines import models
 from tests.weight_sync.engines.sglang import live

@@ -12,10 +12,9 @@ import pytest
 
 from jaxlowprec.weight_sync import PeerLost, Refused, SGLang, SGLangTensors
 from jaxlowprec.weight_sync.bucket import pack
-from jaxlowprec.weight_sync.engines import torch_memory
+from jaxlowprec.weight_sync.engines import torch_payload
 from jaxlowprec.weight_sync.engines.http import HttpEngine
-from jaxlowprec.weight_sync.engines.sglang_payload import in_shared_memory, with_bytes
-from jaxlowprec.weight_sync.engines.torch_memory import SharedBytes, remove_leftovers
+from jaxlowprec.weight_sync.engines.torch_payload import SharedBytes, in_shared_memory, remove_leftovers, with_bytes
 from jaxlowprec.weight_sync.transports.transport import Transport
 from tests.weight_sync.engines.engine_stubs import serving
 from tests.weight_sync.engines.sglang.stub import TensorsStub, shared_files, tensors
@@ -30,7 +29,7 @@ UPDATE = ["/begin_weight_update", *["/update_weights_from_tensor"] * 3, "/end_we
 def _own_memory(tmp_path, monkeypatch):
     """A folder in place of /dev/shm, so that tests that run at the same time do not see each other's files."""
     (tmp_path / "shm").mkdir()
-    monkeypatch.setattr(torch_memory, "SHARED_MEMORY", tmp_path / "shm")
+    monkeypatch.setattr(torch_payload, "SHARED_MEMORY", tmp_path / "shm")
 
 
 @pytest.fixture
@@ -270,7 +269,7 @@ def test_memory_that_is_full_is_an_error_with_a_remedy(stub, monkeypatch):
 
 
 def test_a_machine_without_such_memory_is_told_so(stub, monkeypatch, tmp_path):
-    monkeypatch.setattr(torch_memory, "SHARED_MEMORY", tmp_path / "none")
+    monkeypatch.setattr(torch_payload, "SHARED_MEMORY", tmp_path / "none")
     with serving(stub) as url, pytest.raises(Refused, match="none: No such file or directory; pass memory='copied'"):
         sync(SGLangTensors(url), 1)
 
@@ -279,13 +278,13 @@ def test_a_machine_without_such_memory_is_told_so(stub, monkeypatch, tmp_path):
 def test_files_of_a_killed_trainer_are_removed(stub):
     code = """
 import pathlib, sys, time
-from jaxlowprec.weight_sync.engines import torch_memory
-torch_memory.SHARED_MEMORY = pathlib.Path(sys.argv[1])
-held = torch_memory.SharedBytes(10)
+from jaxlowprec.weight_sync.engines import torch_payload
+torch_payload.SHARED_MEMORY = pathlib.Path(sys.argv[1])
+held = torch_payload.SharedBytes(10)
 print(held.name, flush=True)
 time.sleep(60)
 """
-    command = [sys.executable, "-c", code, str(torch_memory.SHARED_MEMORY)]
+    command = [sys.executable, "-c", code, str(torch_payload.SHARED_MEMORY)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as other:
         name = other.stdout.readline().strip()
         remove_leftovers()
@@ -300,16 +299,16 @@ time.sleep(60)
 def test_links_and_files_of_others_are_left_alone(tmp_path):
     kept = tmp_path / "kept"
     kept.write_text("kept")
-    (torch_memory.SHARED_MEMORY / "jaxlowprec-sglang-link").symlink_to(kept)
-    (torch_memory.SHARED_MEMORY / "other").write_text("kept")
+    (torch_payload.SHARED_MEMORY / "jaxlowprec-sglang-link").symlink_to(kept)
+    (torch_payload.SHARED_MEMORY / "other").write_text("kept")
     remove_leftovers()
-    assert kept.exists() and (torch_memory.SHARED_MEMORY / "other").exists()
+    assert kept.exists() and (torch_payload.SHARED_MEMORY / "other").exists()
 
 
 def test_memory_counts_holders_and_is_aligned():
     held = SharedBytes(100)
     assert held.array.shape == (100,) and held.array.ctypes.data % 64 == 0
-    assert (torch_memory.SHARED_MEMORY / held.name).stat().st_size == 164
+    assert (torch_payload.SHARED_MEMORY / held.name).stat().st_size == 164
     held.close()
     held.close()
 

@@ -1,0 +1,169 @@
+"""Hugging Face folders as decoders of `jaxlowprec.models.decoder`, and trained decoders as folders to serve."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import shutil
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from safetensors.numpy import save_file
+
+import jaxlowprec as jlp
+from jaxlowprec import checkpoints
+from jaxlowprec.checkpoints import CheckpointError, TreeMapping, mapping_for
+from jaxlowprec.checkpoints.files.folder import CheckpointFolder
+from jaxlowprec.models.decoder.config import CONFIG, FAMILIES, DecoderConfig
+from jaxlowprec.models.decoder.model import Decoder
+
+__all__ = ["export", "export_adapters", "load"]
+
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "generation_config.json",
+)
+
+_WEIGHTS = nnx.Any(nnx.Param, jlp.nnx.Quantized, jlp.nnx.SelectionBias)
+_QUANTIZATION = ("quantization_config", "compression_config")
+_DRAFTS = ("num_nextn_predict_layers", "num_mtp_layers")
+
+
+def mapping_of(config: DecoderConfig) -> TreeMapping:
+    """The names of a decoder's parameters in its family's checkpoints."""
+    architecture = FAMILIES[config.family]
+    said = {"architectures": [architecture], "tie_word_embeddings": config.tied, "num_hidden_layers": config.layers}
+    return mapping_for(said)
+
+
+def require_counts(source: CheckpointFolder, config: DecoderConfig) -> None:
+    """Raises CheckpointError if a config says more layers or experts than the folder's tensors can hold."""
+    count = len(source.shard_of)
+    specs = [source.spec(name) for name in source.shard_of]
+    arrays = sum(spec.shape[0] for spec in specs if len(spec.shape) > 2 and spec.nbytes)
+    experts = 0 if config.experts is None else config.experts.number * sum(config.sparse)
+    for said, what, most in ((config.layers, "layers", count), (experts, "experts in all layers", count + arrays)):
+        if said > most:
+            raise CheckpointError(f"{source.path}: config.json says {said} {what}; the folder has {count} tensors")
+
+
+def load(folder: pathlib.Path, *, dtype: Any = jnp.float32, param_dtype: Any = jnp.float32) -> Decoder:
+    """The decoder of a Hugging Face folder. Kernels that the folder holds quantised become QuantizedArrays.
+
+    Arguments:
+        folder: config.json and safetensors files.
+        dtype, param_dtype: see `Decoder`. `param_dtype` is the folder's dtype, or float32, which holds it exactly.
+
+    Raises:
+        ValueError: the config asks for what the decoder does not have, or tensors are missing, left over or of another
+            shape.
+        CheckpointError: files are missing or wrong.
+    """
+    config = DecoderConfig.of_folder(folder)
+    with CheckpointFolder(folder) as source:
+        require_counts(source, config)
+    decoder = nnx.eval_shape(lambda: Decoder(config, dtype=dtype, param_dtype=param_dtype, rngs=nnx.Rngs(0)))
+    nnx.update(decoder, checkpoints.load(folder, decoder, mapping_of(config)))
+    return decoder
+
+
+def copy_tokenizer(source: pathlib.Path, destination: pathlib.Path) -> None:
+    """Copies the files of a tokenizer, and of generation, as far as the source has them."""
+    for name in TOKENIZER_FILES:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, destination / name)
+
+
+def export(source: pathlib.Path, destination: pathlib.Path, decoder: Decoder, scheme: Any = None) -> None:
+    """Writes a decoder as a Hugging Face folder, float tensors in bfloat16. Layers that predict further tokens, which
+    the decoder leaves out, are not in the export, and its config says so. Static scales of activations that the source
+    has for modules of the same scheme are kept.
+
+    Arguments:
+        source: the folder that it was loaded from, whose config and tokenizer are kept.
+        destination: a new or empty folder.
+        scheme: the format of quantised kernels; None: they are decoded.
+    """
+    content = json.loads((source / CONFIG).read_text())
+    config = {key: value for key, value in content.items() if key not in (*_QUANTIZATION, "torch_dtype")}
+    config |= {key: 0 for key in _DRAFTS if key in config}
+    state = nnx.state(decoder, _WEIGHTS)
+    state = state if scheme is not None else decoded(state)
+    mapping = mapping_of(decoder.config)
+    config |= {"dtype": "bfloat16"}
+    scales = None if scheme is None else checkpoints.activation_scales(source, scheme)
+    options: dict[str, Any] = {"scheme": scheme, "dtype": jnp.bfloat16, "activation_scales": scales}
+    checkpoints.save(destination, state, mapping, config, **options)
+    copy_tokenizer(source, destination)
+
+
+def export_adapters(source: pathlib.Path, destination: pathlib.Path, decoder: Decoder, rank: int, alpha: float) -> None:
+    """Writes the adapters of a decoder in the form of the package peft, float32.
+
+    Adapters of layers that the file joins to one matrix become one of the sum of their ranks, which is the same update.
+    """
+    tensors, ranks = {}, {}
+    for module, adapters in _adapters(decoder).items():
+        downs, ups = ([np.asarray(pair[n][...], np.float32).T for pair in adapters] for n in range(2))
+        tensors[f"base_model.model.{module}.lora_A.weight"] = np.ascontiguousarray(np.concatenate(downs))
+        tensors[f"base_model.model.{module}.lora_B.weight"] = _diagonal(ups)
+        ranks[module.rpartition(".")[2]] = rank * len(adapters)
+    destination.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, destination / "adapter_model.safetensors")
+    said = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": str(source),
+        "r": rank,
+        "lora_alpha": alpha,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "target_modules": sorted(ranks),
+        "rank_pattern": {name: own for name, own in ranks.items() if own != rank},
+        "alpha_pattern": {name: alpha * own / rank for name, own in ranks.items() if own != rank},
+    }
+    (destination / "adapter_config.json").write_text(json.dumps(said, indent=2) + "\n")
+
+
+def _adapters(decoder: Decoder) -> dict[str, list[tuple[Any, Any]]]:
+    """The matrices of adapters by the file's modules, in the order in which the file joins what they belong to."""
+    found: dict[str, dict[int, tuple[Any, Any]]] = {}
+    rules = mapping_of(decoder.config).rules
+    for path, layer in nnx.iter_modules(decoder):
+        if isinstance(layer, jlp.nnx.LoRALinear):
+            kernel = ".".join(map(str, (*path, "kernel")))
+            place, name = next((hit[0], rule.name_of(kernel)) for rule in rules if (hit := rule.bound(kernel)))
+            module = str(name).removesuffix(".weight")
+            found.setdefault(module, {})[place] = layer.lora.lora_a, layer.lora.lora_b
+    return {module: [pairs[place] for place in sorted(pairs)] for module, pairs in found.items()}
+
+
+def _diagonal(blocks: list[np.ndarray]) -> np.ndarray:
+    """Matrices as the blocks of one that is zero elsewhere."""
+    made = np.zeros(np.sum([block.shape for block in blocks], axis=0), np.float32)
+    rows = columns = 0
+    for block in blocks:
+        made[rows : rows + block.shape[0], columns : columns + block.shape[1]] = block
+        rows, columns = rows + block.shape[0], columns + block.shape[1]
+    return made
+
+
+def decoded(state: Any) -> Any:
+    """The state with arrays in place of QuantizedArrays, in the dtypes that they were quantised from."""
+
+    def decode(leaf: Any) -> Any:
+        return leaf.dequantize() if isinstance(leaf, jlp.QuantizedArray) else leaf
+
+    return jax.tree.map(decode, state, is_leaf=lambda leaf: isinstance(leaf, jlp.QuantizedArray))

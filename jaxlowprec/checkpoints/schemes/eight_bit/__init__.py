@@ -1,1 +1,0 @@
-"""Schemes with one code of 8 bits per element and float scales: of tiles, of whole tensors, of rows."""

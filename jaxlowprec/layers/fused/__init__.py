@@ -1,1 +1,0 @@
-"""Linears with what is around them: several that read one input, and the MLP."""

@@ -1,1 +1,0 @@
-"""Fake-quantise."""

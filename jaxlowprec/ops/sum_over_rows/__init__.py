@@ -1,1 +1,0 @@
-"""The sum over rows, in an order of its own."""
