@@ -447,8 +447,9 @@ def test_memory_does_not_grow_with_the_file(tmp_path):
         status = pathlib.Path("/proc/self/status").read_text()
         held.append(int(status.split("RssAnon:")[1].split()[0]) * 1024)
 
-    convert(source, tmp_path / "low", MXFP4, run=Run(workers=2, progress=progress))
+    # One worker: what several hold at once varies from run to run. The least of each half is without what is in work.
+    convert(source, tmp_path / "low", MXFP4, run=Run(workers=1, progress=progress))
     assert len(held) > count
     middle = len(held) // 2
-    growth = max(held[middle:]) - max(held[4:middle])  # once it is compiled
-    assert growth < 2 * weight.nbytes, growth
+    growth = min(held[middle:]) - min(held[4:middle])  # once it is compiled; kept results would add 17 MiB
+    assert growth < weight.nbytes, growth
