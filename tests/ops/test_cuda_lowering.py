@@ -323,7 +323,7 @@ class TestWeightOnly:
             assert f"asymmetric = {str(len(weight) == 3 and fmt.element == 'int4').lower()}" in call.attributes
         assert self.calls(fmt, 2, batch=(8,))[0].operands[0] == "16x128xbf16"
 
-    def test_the_kernel_rounds_sums_and_xla_applies_any_other_epilogue(self):
+    def test_the_kernel_rounds_sums_and_xla_applies_other_epilogues(self):
         fmt = jlp.Int4(32)
         for options, result in (
             ({"out_dtype": jnp.float32}, "f32"),

@@ -60,7 +60,7 @@ def test_no_version_of_the_package_changes_a_number(name):
     assert hashlib.sha256(same_nans.tobytes()).hexdigest()[:16] == DIGESTS[name]
 
 
-def test_the_package_is_imported_at_the_first_block_that_needs_it():
+def test_the_package_is_imported_by_the_first_block_to_need_it():
     code = (
         "import sys, numpy as np; from jaxlowprec.checkpoints.gguf import TYPES;"
         "[TYPES[name].decode(np.zeros((1, TYPES[name].block_bytes), np.uint8)) for name in ('Q4_0', 'Q8_0', 'MXFP4')];"
