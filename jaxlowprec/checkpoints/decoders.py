@@ -11,12 +11,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from safetensors.numpy import save_file
 
 import jaxlowprec as jlp
 from jaxlowprec import checkpoints
 from jaxlowprec.checkpoints import CheckpointError, TreeMapping, mapping_for
 from jaxlowprec.checkpoints.files.folder import CheckpointFolder
+from jaxlowprec.checkpoints.files.safetensors_file import write_tensors
 from jaxlowprec.models.decoder.config import CONFIG, FAMILIES, DecoderConfig
 from jaxlowprec.models.decoder.model import Decoder
 
@@ -119,7 +119,7 @@ def export_adapters(source: pathlib.Path, destination: pathlib.Path, decoder: De
         tensors[f"base_model.model.{module}.lora_B.weight"] = _diagonal(ups)
         ranks[module.rpartition(".")[2]] = rank * len(adapters)
     destination.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, destination / "adapter_model.safetensors")
+    write_tensors(destination / "adapter_model.safetensors", tensors)
     said = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",

@@ -8,6 +8,7 @@ import importlib.metadata
 import importlib.util
 import pathlib
 import pkgutil
+import re
 import sys
 import types
 
@@ -132,6 +133,27 @@ def imported(tree, package):
 def test_every_module_can_be_imported():
     for name in MODULES:
         importlib.import_module(name)
+
+
+def when_imported(body):
+    """The imports that run with a module: those outside of functions, of `if TYPE_CHECKING` and of `try`."""
+    for node in body:
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            yield node
+        elif isinstance(node, ast.ClassDef) or (
+            isinstance(node, ast.If) and "TYPE_CHECKING" not in ast.unparse(node.test)
+        ):
+            yield from when_imported(node.body)
+
+
+def test_importing_any_module_needs_no_extra():
+    requirements = importlib.metadata.requires("jaxlowprec")
+    needed = {re.match(r"[\w-]+", text)[0] for text in requirements if "extra ==" not in text}
+    assert {"jax", "flax", "numpy"} <= needed
+    for name in MODULES:
+        nodes = ast.Module(list(when_imported(tree_of(name).body)), [])
+        packages = {module.split(".")[0] for module in imported(nodes, name)}
+        assert packages <= {"jaxlowprec", "jaxlowprec_command", *needed, *sys.stdlib_module_names}, name
 
 
 def upwards(name):

@@ -188,3 +188,11 @@ class SafetensorsWriter(FilledFile):
                 raise CheckpointError(f"{self.path}: tensor {name!r} {fault}")
             self._missing.remove(name)
         return self.header.tensors[name]
+
+
+def write_tensors(path: pathlib.Path, tensors: Mapping[str, np.ndarray]) -> None:
+    """Writes arrays as one file."""
+    specs = {name: TensorSpec(file_dtype(tensor.dtype), tensor.shape) for name, tensor in tensors.items()}
+    with SafetensorsWriter(path, specs) as writer:
+        for name, tensor in tensors.items():
+            writer.write(name, tensor)

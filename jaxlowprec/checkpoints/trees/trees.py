@@ -14,10 +14,8 @@ import numpy as np
 from jaxlowprec.checkpoints.conversion.modules import is_quantised, scheme_of
 from jaxlowprec.checkpoints.errors import CheckpointError
 from jaxlowprec.checkpoints.files.config import quantization_of, with_quantization
-from jaxlowprec.checkpoints.files.dtypes import file_dtype
 from jaxlowprec.checkpoints.files.folder import CONFIG_FILE, SINGLE_FILE, CheckpointFolder, LazyTensors, write_index
-from jaxlowprec.checkpoints.files.safetensors_file import SafetensorsWriter
-from jaxlowprec.checkpoints.files.safetensors_header import TensorSpec
+from jaxlowprec.checkpoints.files.safetensors_file import write_tensors
 from jaxlowprec.checkpoints.files.written_whole import write_json
 from jaxlowprec.checkpoints.schemes import Scheme, from_config
 from jaxlowprec.checkpoints.schemes.base import FLOATS
@@ -67,9 +65,7 @@ def save(
     path.mkdir(parents=True, exist_ok=True)
     files = _files(tensors, shard_bytes)
     for file, names in files.items():
-        with SafetensorsWriter(path / file, {name: _spec(tensors[name]) for name in names}) as writer:
-            for name in names:
-                writer.write(name, tensors[name])
+        write_tensors(path / file, {name: tensors[name] for name in names})
     if len(files) > 1:
         shard_of = {name: file for file, names in files.items() for name in names}
         write_index(path, shard_of, sum(tensor.nbytes for tensor in tensors.values()))
@@ -96,10 +92,6 @@ def load(folder: Folder, like: Any, mapping: TreeMapping, *, scheme: Scheme | No
             raise
         except ValueError as error:
             raise CheckpointError(f"{source.path}: {error}") from error
-
-
-def _spec(tensor: np.ndarray) -> TensorSpec:
-    return TensorSpec(file_dtype(tensor.dtype), tensor.shape)
 
 
 def _files(tensors: Mapping[str, np.ndarray], shard_bytes: int) -> dict[str, list[str]]:
