@@ -4,7 +4,7 @@
 #   make test-cpp  the C++ tests, with sanitizers
 #   make lint      ruff, mypy, clang-format, tables and charts in the documents up to date
 #   make docs      the documentation site, strictly: build/site/index.html, which needs no network
-#   make wheel     sdist and wheel in dist, checked, installed into an empty environment and run there (Python 3.12 or newer)
+#   make wheel     a release's sdist and wheels in dist, checked, and run in empty environments on the oldest and newest JAX
 #   make format    what lint wants, where a tool can do it
 #   make bench     measure the tables and charts of docs/benchmarks/speed.md anew, on this machine
 #   make gpu       for NVIDIA GPUs: JAX with CUDA, a CUDA compiler from PyPI if there is none, and this library's kernels

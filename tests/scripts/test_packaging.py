@@ -48,20 +48,21 @@ def test_an_sdist_with_what_only_the_repository_needs_is_refused(sdist, extra):
     assert done.returncode == 1 and extra in done.stdout
 
 
-def test_a_wheel_for_one_python_only_is_refused(tmp_path):
-    path = tmp_path / "jaxlowprec-1-cp311-cp311-linux_x86_64.whl"
+def test_a_wheel_for_one_newer_python_only_is_refused(tmp_path):
+    path = tmp_path / "jaxlowprec-1-cp312-cp312-linux_x86_64.whl"
     with zipfile.ZipFile(path, "w") as archive:
-        archive.writestr("jaxlowprec/_native.cpython-311.so", b"")
+        archive.writestr("jaxlowprec/_native.cpython-312-x86_64-linux-gnu.so", b"")
     done = check("check_wheel.sh", path, "--without-gpu-kernels")
     assert done.returncode == 1 and "not built for the stable ABI" in done.stderr
 
 
+@pytest.mark.parametrize("tag, suffix", [("cp312-abi3", "abi3"), ("cp311-cp311", "cpython-311-x86_64-linux-gnu")])
 @pytest.mark.parametrize("arguments, code", [((), 1), (("--without-gpu-kernels",), 0)])
-def test_a_wheel_without_gpu_kernels_needs_permission(tmp_path, arguments, code):
+def test_a_wheel_without_gpu_kernels_needs_permission(tmp_path, arguments, code, tag, suffix):
     compiler = subprocess.run(["g++", "-shared", "-x", "c++", "-", "-o", tmp_path / "m.so"], input=b"", check=False)
     if compiler.returncode:
         pytest.skip("needs g++")
-    path = tmp_path / "jaxlowprec-1-cp312-abi3-linux_x86_64.whl"
+    path = tmp_path / f"jaxlowprec-1-{tag}-linux_x86_64.whl"
     with zipfile.ZipFile(path, "w") as archive:
-        archive.write(tmp_path / "m.so", "jaxlowprec/_native.abi3.so")
+        archive.write(tmp_path / "m.so", f"jaxlowprec/_native.{suffix}.so")
     assert check("check_wheel.sh", path, *arguments).returncode == code
