@@ -3,7 +3,7 @@
 #include "../../numerics/nvfp4.h"
 #include "../../problems.h"
 #include "../entry.h"
-#include "amax.h"
+#include "gather_amaxes.h"
 #include "rotate.h"
 
 namespace jaxlowprec {

@@ -6,8 +6,8 @@
 #include <new>
 
 #include "../kernels.h"
-#include "amax.h"
 #include "block_rows.h"
+#include "gather_amaxes.h"
 
 namespace jaxlowprec {
 namespace JLP_ISA {

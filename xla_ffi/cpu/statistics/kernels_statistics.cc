@@ -4,7 +4,6 @@
 
 #include "../elements.h"
 #include "../entry.h"
-#include "lanes_of_sums.h"
 #include "sums.h"
 
 namespace jaxlowprec {

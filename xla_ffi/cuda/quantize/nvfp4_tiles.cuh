@@ -12,7 +12,6 @@
 #include "quantize_scales.cuh"
 #include "rotate.cuh"
 #include "tile.cuh"
-#include "tiles_ahead.cuh"
 
 namespace jaxlowprec {
 namespace cuda {

@@ -105,7 +105,7 @@ cudaError_t launch_rows(const QuantizeProblem& problem, cudaStream_t stream) {
   return launch_over_tiles<quantize_rows<E, Code, kScales, kStochastic>, RowsShared<kStochastic>>(kRowThreads, a, stream);
 }
 
-/// Whether tiles are whole and aligned, so that the kernels of tiles_ahead.cuh serve; the rows of a tile are apart by less
+/// Whether tiles are whole and aligned, so that the kernels that copy tiles ahead serve; the rows of a tile are apart by less
 /// than 2^32 bytes.
 inline bool whole_tiles(const QuantizeProblem& p) {
   constexpr int64_t kMost = INT32_MAX / kTile;
