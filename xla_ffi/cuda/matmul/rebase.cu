@@ -92,7 +92,8 @@ cudaError_t launch(const RebaseProblem& p, cudaStream_t stream) {
       !aligned(p.codes, 16))
     return cudaErrorInvalidValue;
   if (p.rows * width == 0) return cudaSuccess;
-  RebaseArguments a{operand.data, operand.scale, p.codes, reinterpret_cast<uint32_t*>(p.scales)};
+  RebaseArguments a{};
+  a.data = operand.data, a.scale = operand.scale, a.codes = p.codes, a.scales = reinterpret_cast<uint32_t*>(p.scales);
   a.rows = static_cast<uint32_t>(p.rows), a.sixteens = static_cast<uint32_t>(operand.columns / 16);
   a.blocks = static_cast<uint32_t>(width / 128), a.scale_stride = static_cast<uint32_t>(f.scale_columns(operand.columns));
   a.row_shift = f.tiles ? log2_of(f.block) : 0;

@@ -95,12 +95,14 @@ cudaError_t launch_tiles_of_norm(const NormQuantizeProblem& p, cudaStream_t stre
   q.x = p.total ? p.total : p.x;
   if constexpr (std::is_same_v<E, BF16> && !kStochastic)
     if (const int found = pow2_block<Code>(q.format); found && whole_tiles(q)) {
-      NormQuantizeArguments<WholeTilesArguments> a{whole_tiles_arguments(q)};
+      NormQuantizeArguments<WholeTilesArguments> a{};
+      static_cast<WholeTilesArguments&>(a) = whole_tiles_arguments(q);
       set_operands(p, true, a);
       return with_pow2_block<Code>(
           found, [&](auto block) { return launch_pow2_tiles<quantize_norm_pow2_tiles<Code, block>, Code>(q, a, stream); });
     }
-  NormQuantizeArguments<QuantizeArguments> a{quantize_arguments<E, Code>(q)};
+  NormQuantizeArguments<QuantizeArguments> a{};
+  static_cast<QuantizeArguments&>(a) = quantize_arguments<E, Code>(q);
   set_operands(p, a.pieces, a);
   if (!cut(q.batch, divide_up(q.rows, kTile), divide_up(q.columns, kTile), a.tiles)) return cudaErrorInvalidValue;
   using Shared = TilesShared<E, Code, Scales::kOne, kStochastic>;
