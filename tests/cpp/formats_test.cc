@@ -6,11 +6,10 @@
 #include <limits>
 #include <vector>
 
+#include "../../xla_ffi/numerics/block_scales.h"
 #include "../../xla_ffi/numerics/e2m1.h"
 #include "../../xla_ffi/numerics/float16.h"
 #include "../../xla_ffi/numerics/float8.h"
-#include "../../xla_ffi/numerics/float8_block.h"
-#include "../../xla_ffi/numerics/mx.h"
 #include "check.h"
 
 namespace jaxlowprec {

@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <vector>
 
-#include "../../xla_ffi/numerics/gelu.h"
+#include "../../xla_ffi/numerics/activations.h"
 #include "../../xla_ffi/numerics/nvfp4.h"
 #include "reference_elements.h"
 

@@ -1,14 +1,12 @@
 // Every rule of xla_ffi/numerics in device code, F = float: that it compiles, for host and device, without a warning. The
 // kernel is never run here; the results are stored only so that nothing is dropped.
 #include "../../xla_ffi/numerics/activations.h"
+#include "../../xla_ffi/numerics/block_scales.h"
 #include "../../xla_ffi/numerics/e2m1.h"
 #include "../../xla_ffi/numerics/float16.h"
 #include "../../xla_ffi/numerics/float8.h"
-#include "../../xla_ffi/numerics/float8_block.h"
-#include "../../xla_ffi/numerics/gelu.h"
 #include "../../xla_ffi/numerics/hadamard.h"
 #include "../../xla_ffi/numerics/lanes.h"
-#include "../../xla_ffi/numerics/mx.h"
 #include "../../xla_ffi/numerics/nvfp4.h"
 #include "../../xla_ffi/numerics/philox.h"
 

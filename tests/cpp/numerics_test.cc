@@ -7,7 +7,7 @@
 #include <random>
 #include <vector>
 
-#include "../../xla_ffi/numerics/gelu.h"
+#include "../../xla_ffi/numerics/activations.h"
 #include "../../xla_ffi/numerics/hadamard.h"
 #include "../../xla_ffi/numerics/nvfp4.h"
 #include "../../xla_ffi/numerics/philox.h"

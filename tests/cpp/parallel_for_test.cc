@@ -1,7 +1,5 @@
 // parallel_for on pools that behave as XLA's may: busy, late, or with every worker itself a caller. A hang is a failure:
 // ctest has a timeout. Run with ThreadSanitizer to see that nothing is shared without order.
-#include "../../xla_ffi/cpu/parallel_for.h"
-
 #include <condition_variable>
 #include <deque>
 #include <functional>

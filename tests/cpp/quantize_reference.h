@@ -5,12 +5,9 @@
 #include <cmath>
 #include <vector>
 
-#include "../../xla_ffi/numerics/eden.h"
-#include "../../xla_ffi/numerics/float8_block.h"
-#include "../../xla_ffi/numerics/mx.h"
+#include "../../xla_ffi/numerics/block_scales.h"
 #include "../../xla_ffi/numerics/nvfp4.h"
 #include "../../xla_ffi/numerics/philox.h"
-#include "../../xla_ffi/numerics/scale_rules.h"
 #include "reference.h"
 
 namespace jaxlowprec {

@@ -84,23 +84,29 @@ void check_quantized_activation(const Given& given, std::mt19937& random) {
   CHECK_EQ(up.traffic().read, 2 * of_gate);
 }
 
-TEST(quantized_activations_have_the_bytes_of_both_rules) {
-  std::mt19937 random(7);
-  const Shape shapes[] = {{1, 1}, {33, 40}, {130, 264}, {40, 300}, {7, 129}};
-  int turn = 0;
+/// Calls visit(format, mode, kind, gated) for each that activations are quantised in.
+template <class Visit>
+void for_each_quantized_activation(Visit visit) {
   for (const NamedFormat& format : kOtherFormats) {
     if (format.format.scaling == Scaling::kTensor) continue;
     for (const Mode& mode : kModes) {
       if (mode.rotate) continue;
       for (const ActivationKind kind : kActivations)
-        for (const bool gated : {false, true}) {
-          const Shape shape = shapes[turn++ % 5];
-          const ElementType type = kTypes[random() % 3];
-          const ActivationCase c{kind, type, 2 * shape.rows * shape.columns, gated, kAnyData[random() % 6]};
-          check_quantized_activation({c, shape, format, mode, random() % 3 == 0, random() % 3 ? 0 : 4}, random);
-        }
+        for (const bool gated : {false, true}) visit(format, mode, kind, gated);
     }
   }
+}
+
+TEST(quantized_activations_have_the_bytes_of_both_rules) {
+  std::mt19937 random(7);
+  const Shape shapes[] = {{1, 1}, {33, 40}, {130, 264}, {40, 300}, {7, 129}};
+  int turn = 0;
+  for_each_quantized_activation([&](const NamedFormat& format, const Mode& mode, ActivationKind kind, bool gated) {
+    const Shape shape = shapes[turn++ % 5];
+    const ElementType type = kTypes[random() % 3];
+    const ActivationCase c{kind, type, 2 * shape.rows * shape.columns, gated, kAnyData[random() % 6]};
+    check_quantized_activation({c, shape, format, mode, random() % 3 == 0, random() % 3 ? 0 : 4}, random);
+  });
 }
 
 /// Whole tiles of bfloat16 that are aligned have kernels of their own where scales are powers of two.
@@ -108,17 +114,10 @@ TEST(whole_tiles_of_quantized_activations_have_the_bytes_of_both_rules) {
   std::mt19937 random(9);
   const Shape shape = {128, 256};
   int turn = 0;
-  for (const NamedFormat& format : kOtherFormats) {
-    if (format.format.scaling == Scaling::kTensor) continue;
-    for (const Mode& mode : kModes) {
-      if (mode.rotate) continue;
-      for (const ActivationKind kind : kActivations)
-        for (const bool gated : {false, true}) {
-          const ActivationCase c{kind, ElementType::kBF16, 2 * shape.rows * shape.columns, gated, kAnyData[turn++ % 6]};
-          check_quantized_activation({c, shape, format, mode, false, 0}, random);
-        }
-    }
-  }
+  for_each_quantized_activation([&](const NamedFormat& format, const Mode& mode, ActivationKind kind, bool gated) {
+    const ActivationCase c{kind, ElementType::kBF16, 2 * shape.rows * shape.columns, gated, kAnyData[turn++ % 6]};
+    check_quantized_activation({c, shape, format, mode, false, 0}, random);
+  });
 }
 
 TEST(nothing_is_launched_for_nothing) {

@@ -289,7 +289,7 @@ TEST(a_row_depends_on_no_other_nor_on_how_many_there_are) {
   }
 }
 
-/// The kernel of weight_stream.cuh, which writes no workspace, as far as that is known of a device: by its shared memory.
+/// The streaming kernel, which writes no workspace, as far as that is known of a device: by its shared memory.
 TEST(weights_of_whole_units_take_one_launch) {
   uint32_t seed = 5000;
   const auto check = [&](Case c) {

@@ -1,10 +1,9 @@
 // Kernels: matmul_decode.cu dequantize.cu
 // Few rows of bfloat16 by a batch of quantised weights: each entry's operands are found, alpha too, and results are within
 // the bound of the float64 product.
-#include "../../xla_ffi/cuda/weight_only/weight_only.h"
-
 #include <cuda_runtime.h>
 
+#include "../../xla_ffi/cuda/weight_only/matmul_decode.h"
 #include "../../xla_ffi/cuda/weight_only/weight_only_plan.h"
 #include "../cpp/check.h"
 #include "../cpp/matmul_reference.h"

@@ -1,4 +1,4 @@
-"""The places that docs/how-to/extending.md names are there: a file, a folder or a symbol of the sources."""
+"""The places that two pages name are there: files, folders and symbols of the sources."""
 
 import re
 
@@ -29,3 +29,12 @@ def test_every_line_of_the_overview_leads_to_a_section():
     assert set(anchors) == {
         "-".join(title.lower().split()) for title in re.findall(r"^## (An? \w+)$", PAGE, re.MULTILINE)
     }
+
+
+def test_the_files_of_a_kernel_have_the_symbols_of_its_page():
+    page = (ROOT / "docs/explanation/kernel.md").read_text()
+    rows = re.findall(r"^\| `([^`]+)` \| ([^|]+) \|", page, re.MULTILINE)
+    assert len(rows) > 20
+    for file, symbols in rows:
+        words = set(re.findall(r"\w+", (ROOT / file).read_text()))
+        assert set(re.findall(r"`(\w+)`", symbols)) <= words, file

@@ -47,7 +47,7 @@ C0, C1 = F(0.797884583473205566406250), F(0.0356774069368839263916015625)  # sqr
 
 
 def exp(z):
-    """As numerics/gelu.h has it: every operation rounded on its own."""
+    """As numerics/activations.h has it: every operation rounded on its own."""
     n = np.rint(np.clip(z, F(-100), F(100)) * F(1.44269502162933349609375))
     r = (z - n * F(0.693359375)) - n * F(-2.12194440e-4)
     p = F(1.38888893e-3)
@@ -64,7 +64,7 @@ def gelu(x):
 
 
 def gelu_gradient(x):
-    """Its derivative, s + x s (1 - s) 2u' with s = 1 / (1 + e), e = exp(-2u), in numerics/gelu.h's order."""
+    """Its derivative, s + x s (1 - s) 2u' with s = 1 / (1 + e), e = exp(-2u), in numerics/activations.h's order."""
     x = np.clip(x, F(-10.015625), F(10.015625))
     square = flush(x * x)
     e = exp(flush(x * (flush(square * C1) + C0) * F(-2)))

@@ -1,6 +1,5 @@
 // GEMMs of rows in groups, each with a weight of its own: see groups.h.
 #include "engine.h"
-#include "format.h"
 #include "groups.h"
 #include "handlers.h"
 #include "matmul_operands.h"
@@ -36,23 +35,19 @@ ffi::Error grouped_matmul(ffi::ThreadPool pool, ffi::AnyBuffer a_data, ffi::AnyB
                           ffi::Result<ffi::AnyBuffer> result, ffi::Dictionary a_attributes, ffi::Dictionary b_attributes,
                           bool bias) {
   const auto type = element_type(result->element_type());
-  const auto a_format = decode_format(a_attributes), b_format = decode_format(b_attributes);
-  JLP_REQUIRE(type.has_value() && a_format.has_value() && b_format.has_value() && !a_format->tiles && Groups::fits(sizes));
-  const Matrices a(a_data), b(b_data), y(*result);
-  const Groups groups(sizes, a.rows);
+  JLP_REQUIRE(type.has_value() && Groups::fits(sizes));
+  const Groups groups(sizes, Matrices(a_data).rows);
   const int64_t count = static_cast<int64_t>(groups.all().size());
+  const auto bound_a = bind_operand(a_data, a_scale, a_attributes, false, std::nullopt, count);
+  const auto bound_b = bind_operand(b_data, b_scale, b_attributes);
+  JLP_REQUIRE(bound_a.has_value() && bound_b.has_value() && !bound_a->format.tiles);
+  const Matrices &a = bound_a->matrices, &b = bound_b->matrices, y(*result);
   JLP_REQUIRE(groups.batch() == a.batch && y.batch == a.batch && b.batch == count);
   JLP_REQUIRE(y.rows == a.rows && y.columns == b.rows);
-  const auto depth = [](const Format& format, const Matrices& data) {
-    return format.packed() ? 2 * data.columns : data.columns;
-  };
-  const int64_t a_depth = depth(*a_format, a), b_depth = depth(*b_format, b);
-  const bool per_group = a_format->scaling == Scaling::kTensor, two_level = a_format->scaling == Scaling::kTwoLevel;
-  const int64_t a_row = a_format->scale_columns(a_depth) * a_format->scale_bytes();
-  const int64_t b_matrix = b_format->scales(b.rows, b_depth) * b_format->scale_bytes();
-  JLP_REQUIRE(a_format->row_bytes(a_depth) == a.columns && b_format->row_bytes(b_depth) == b.columns);
-  JLP_REQUIRE(static_cast<int64_t>(a_scale.size_bytes()) == (per_group ? count * 4 : a.batch * a.rows * a_row));
-  JLP_REQUIRE(static_cast<int64_t>(b_scale.size_bytes()) == count * b_matrix);
+  const bool per_group = bound_a->format.scaling == Scaling::kTensor;
+  const bool two_level = bound_a->format.scaling == Scaling::kTwoLevel;
+  const int64_t a_row = bound_a->scale_stride();
+  const int64_t b_matrix = bound_b->format.scales(b.rows, bound_b->columns) * bound_b->format.scale_bytes();
   JLP_REQUIRE(args.size() == 2 * two_level + static_cast<size_t>(bias));
   const float* a_amax = two_level ? floats(args, 0, count) : nullptr;
   const float* b_amax = two_level ? floats(args, 1, count) : nullptr;
@@ -67,10 +62,10 @@ ffi::Error grouped_matmul(ffi::ThreadPool pool, ffi::AnyBuffer a_data, ffi::AnyB
     MatmulProblem p{};
     place(p, group, groups, y, *result, bias_values, pool.num_threads());
     const int64_t row = group.batch * a.rows + group.row;
-    p.a = {*a_format, bytes(a_data) + row * a.columns, bytes(a_scale) + (per_group ? group.index * 4 : row * a_row),
-           two_level ? a_amax + group.index : nullptr, a_depth};
-    p.b = {*b_format, bytes(b_data) + group.index * b.rows * b.columns, bytes(b_scale) + group.index * b_matrix,
-           two_level ? b_amax + group.index : nullptr, b_depth};
+    p.a = *bound_a, p.b = *bound_b;
+    p.a.data += row * a.columns, p.a.scale += per_group ? group.index * 4 : row * a_row;
+    p.b.data += group.index * b.rows * b.columns, p.b.scale += group.index * b_matrix;
+    if (two_level) p.a.amax = a_amax + group.index, p.b.amax = b_amax + group.index;
     JLP_REQUIRE(matmul_supports(p));
     problems.push_back(p);
   }
@@ -150,31 +145,22 @@ ffi::Error grouped_weight_only(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyB
                                ffi::AnyBuffer sizes, ffi::RemainingArgs args, ffi::Result<ffi::AnyBuffer> result,
                                ffi::Dictionary attributes, bool asymmetric, bool bias) {
   const auto type = element_type(result->element_type()), x_type = element_type(x.element_type());
-  auto format = decode_format(attributes);
-  JLP_REQUIRE(type.has_value() && x_type.has_value() && format.has_value() && Groups::fits(sizes));
-  const Matrices rows(x), w(data), y(*result);
+  const Matrices rows(x), y(*result);
+  const auto weight = bind_operand(data, scale, attributes, false, rows.columns);
+  JLP_REQUIRE(type.has_value() && x_type.has_value() && weight.has_value() && Groups::fits(sizes));
+  const Matrices& w = weight->matrices;
+  const Format& format = weight->format;
   const Groups groups(sizes, rows.rows);
   const int64_t count = static_cast<int64_t>(groups.all().size()), depth = rows.columns;
   JLP_REQUIRE(groups.batch() == rows.batch && y.batch == rows.batch && w.batch == count);
-  JLP_REQUIRE(y.rows == rows.rows && y.columns == w.rows && w.columns == format->row_bytes(depth));
-  if (format->scaling == Scaling::kFloat16) {
-    const auto scale_type = element_type(scale.element_type());
-    JLP_REQUIRE(scale_type.has_value() && *scale_type != ElementType::kF32);
-    format->scale_type = *scale_type;
-  }
-  const bool two_level = format->scaling == Scaling::kTwoLevel;
-  const int64_t scales = format->scales(w.rows, depth);
-  JLP_REQUIRE(static_cast<int64_t>(scale.size_bytes()) == count * scales * format->scale_bytes());
-  JLP_REQUIRE(!asymmetric || format->code == CodeType::kInt4);
+  JLP_REQUIRE(y.rows == rows.rows && y.columns == w.rows);
+  const bool two_level = format.scaling == Scaling::kTwoLevel;
+  const int64_t scales = format.scales(w.rows, depth);
+  JLP_REQUIRE(!asymmetric || format.code == CodeType::kInt4);
   JLP_REQUIRE(args.size() == static_cast<size_t>(two_level + asymmetric + bias));
   const float* amax = two_level ? floats(args, 0, count) : nullptr;
-  const uint8_t* zeros = nullptr;
-  if (asymmetric) {
-    const auto given = args.get<ffi::Buffer<ffi::U8>>(0);
-    if (given.has_error()) return given.error();
-    JLP_REQUIRE(static_cast<int64_t>(given->element_count()) == count * scales);
-    zeros = given->typed_data();
-  }
+  const uint8_t* zeros = asymmetric ? zero_points(args, 0, count * scales) : nullptr;
+  JLP_REQUIRE(!asymmetric || zeros || count * scales == 0);
   const float* bias_values = bias ? floats(args, two_level + asymmetric, count * y.columns) : nullptr;
   JLP_REQUIRE((!two_level || amax) && (!bias || bias_values || count * y.columns == 0));
 
@@ -188,8 +174,9 @@ ffi::Error grouped_weight_only(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyB
     p.x = static_cast<const uint8_t*>(x.untyped_data()) +
           (group.batch * rows.rows + group.row) * depth * element_bytes(*x_type);
     p.x_type = *x_type, p.depth = depth;
-    p.weight = {*format, bytes(data) + group.index * w.rows * w.columns,
-                bytes(scale) + group.index * scales * format->scale_bytes(), amax ? amax + group.index : nullptr, depth};
+    p.weight = *weight;
+    p.weight.data += group.index * w.rows * w.columns, p.weight.scale += group.index * scales * format.scale_bytes();
+    if (amax) p.weight.amax = amax + group.index;
     p.zero_point = zeros ? zeros + group.index * scales : nullptr;
     problems.push_back(p);
   }

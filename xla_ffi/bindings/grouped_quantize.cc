@@ -1,5 +1,5 @@
 // Amax and quantisation of rows in groups, each group a tensor of its own: see groups.h.
-#include "../numerics/eden.h"
+#include "../numerics/nvfp4.h"
 #include "engine.h"
 #include "format.h"
 #include "groups.h"

@@ -3,7 +3,7 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
-#include "../cpu/dispatch.h"
+#include "../cpu/kernels.h"
 #include "../cuda/matmul/matmul_plan.h"
 #include "../cuda/producers/norm_parts.h"
 #include "../cuda/statistics/parts.h"

@@ -1,4 +1,4 @@
-// Activations and norms.
+// Activations, norms, and sums over rows.
 #include "buffers.h"
 #include "engine.h"
 #include "handlers.h"
@@ -185,6 +185,18 @@ ffi::Error norm_gradient(Engine engine, ffi::AnyBuffer dy, ffi::RemainingArgs ar
   return run_with_sums(engine, "norm_gradient", p, parts_of(engine, p), *sums, results);
 }
 
+/// x -> the sums of its columns, float32 [batch, columns]; on the GPU memory for sums of parts: [batch, parts, columns].
+template <class Engine>
+ffi::Error sum_over_rows(Engine engine, ffi::AnyBuffer x, ffi::RemainingRets results) {
+  const auto type = element_type(x.element_type());
+  const Matrices m(x);
+  const size_t count = count_of_sums(engine, results.size(), 0);
+  const auto sums = sums_at(results, 0, count, m.batch * m.columns);
+  JLP_REQUIRE(type.has_value() && count == 1 && sums.has_value());
+  const SumOverRowsProblem p{x.untyped_data(), *type, m.batch, m.rows, m.columns};
+  return run_with_sums(engine, "sum_over_rows", p, p.parts(), *sums, results);
+}
+
 }  // namespace
 
 #define JLP_AMAX_ATTRIBUTES .Attr<bool>("plain").Attr<bool>("rotated").Attr<int32_t>("sign_mask")
@@ -207,5 +219,7 @@ JLP_DEFINE_HANDLERS(norm_quantize,
 JLP_DEFINE_HANDLERS(
     norm_gradient,
     .Arg<ffi::AnyBuffer>().RemainingArgs().Ret<ffi::AnyBuffer>().RemainingRets().Attr<bool>("layer").Attr<bool>("residual"));
+
+JLP_DEFINE_HANDLERS(sum_over_rows, .Arg<ffi::AnyBuffer>().RemainingRets());
 
 }  // namespace jaxlowprec

@@ -1,7 +1,7 @@
 // Decoding the operands and results of a quantisation, for the handlers that have one.
 #pragma once
 
-#include "../numerics/eden.h"
+#include "../numerics/nvfp4.h"
 #include "buffers.h"
 #include "engine.h"
 #include "format.h"

@@ -1,5 +1,4 @@
 #include "engine.h"
-#include "epilogue_operands.h"
 #include "handlers.h"
 #include "matmul_operands.h"
 

@@ -7,7 +7,7 @@
 #include "engine.h"
 #include "format.h"
 #include "handlers.h"
-#include "memory_of_parts.h"
+#include "sums_of_parts.h"
 
 #if defined(JLP_CUDA)
 #include "../cuda/statistics/statistics.h"

@@ -1,13 +1,24 @@
 // Sums over rows among a handler's results: parts of the rows are summed by the operation's kernel, and added up here.
 #pragma once
 
+#include <cstdint>
 #include <vector>
 
 #include "engine.h"
-#include "memory_of_parts.h"
 #include "producer_operands.h"
 
 namespace jaxlowprec {
+
+// Memory of CPU handlers whose chunks leave numbers for each part of an array, which are added up afterwards.
+
+/// Memory for what parts find, kept per thread: in a large heap, allocating it takes as long as counting a small array. No
+/// handler runs within another.
+template <class T>
+T* memory_of_parts(int64_t count) {
+  static thread_local std::vector<T> memory;
+  if (static_cast<int64_t>(memory.size()) < count) memory.resize(count);
+  return memory.data();
+}
 
 using Sums = std::vector<float*>;
 

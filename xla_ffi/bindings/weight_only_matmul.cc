@@ -1,7 +1,6 @@
 #include "engine.h"
-#include "epilogue_operands.h"
 #include "handlers.h"
-#include "weight_operands.h"
+#include "matmul_operands.h"
 
 namespace jaxlowprec {
 namespace {

@@ -1,9 +1,9 @@
 #if defined(JLP_CUDA)
 
-#include "../cuda/weight_only/weight_only.h"
+#include "../cuda/weight_only/matmul_decode.h"
 #include "engine.h"
 #include "handlers.h"
-#include "weight_operands.h"
+#include "matmul_operands.h"
 
 namespace jaxlowprec {
 namespace {

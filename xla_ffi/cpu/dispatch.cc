@@ -1,8 +1,7 @@
-#include "dispatch.h"
-
 #include <atomic>
 #include <cstdlib>
 
+#include "kernels.h"
 #include "matmul/bf16_kernels.h"
 #include "processor.h"
 

@@ -5,6 +5,8 @@
 #pragma once
 
 #include <cstdint>
+#include <string>
+#include <vector>
 
 #include "../problems.h"
 
@@ -55,5 +57,16 @@ JLP_OPERATIONS(JLP_BY_PROBLEM)
 
 /// At least `bytes` bytes, 64-byte aligned, of the calling thread: valid until its next call.
 uint8_t* thread_scratch(int64_t bytes);
+
+// --- Chooses the kernels of the best instruction set that was built and that the processor has.
+
+/// Names of the instruction sets that can run here, best first. "portable" is always among them.
+std::vector<std::string> available_isas();
+
+/// The kernels in use: those of $JAXLOWPREC_ISA if it names an available set (native.py refuses others), else the best.
+const Kernels& kernels();
+
+/// Switches to another available set, for tests and benchmarks. False: not available.
+bool use_isa(const std::string& name);
 
 }  // namespace jaxlowprec

@@ -69,4 +69,99 @@ JLP_RULE F nvfp4_decode(Uint<F> code, F block_scale, float amax) {
   return nvfp4_value<F>(e2m1_decode<F>(code) * block_scale, amax);
 }
 
+// --- NVFP4 whose blocks take the best of several scales (numerics.md 13).
+
+constexpr float kNvfp4Room = 1536.0f;  // 256 * 6: what the tensor's amax is scaled to, so that there is room above
+constexpr int kMostScales = 3;         // that a rule tries
+
+/// The error that a rule compares scales by.
+enum class ScaleError { kAbsolute, kSquared, kRelativeSquared };
+/// Scales that a rule with this error tries: those of 6 and of 4; the last one also that below the scale of 6.
+constexpr int scales_tried(ScaleError error) { return error == ScaleError::kRelativeSquared ? 3 : 2; }
+
+/// What a tensor's amax fixes for all of its blocks.
+struct Nvfp4RoomScale {
+  float amax;            // g
+  float encode, decode;  // S_enc, S_dec
+};
+
+JLP_RULE Nvfp4RoomScale nvfp4_room_scale(float amax) {
+  using L = Lanes<float>;
+  const float g = L::flush(amax), largest = 8.5070591730234616e37f;  // 2^126
+  const float encode = g == 0.0f ? 1.0f : L::min(kNvfp4Room / g, largest);
+  return {g, encode, 1.0f / encode};
+}
+
+/// A scale to try: its byte and what that decodes to.
+template <class F>
+struct TriedScale {
+  Uint<F> byte;
+  F value;
+};
+
+/// The scales to try of blocks with the given finite amax, in order.
+template <class F, int kCount>
+JLP_RULE void nvfp4_scales(F block_amax, float tensor_encode, TriedScale<F> (&scales)[kCount]) {
+  using L = Lanes<F>;
+  const F base = L::flush(L::flush(block_amax / 6.0f) * tensor_encode);
+  scales[0].byte = float8_encode_magnitude<E4M3>(base, scales[0].value);
+  scales[1].byte = float8_encode_magnitude<E4M3>(base * 1.5f, scales[1].value);
+  if constexpr (kCount > 2) {
+    const Uint<F> six = scales[0].byte;
+    scales[2].byte = six >= 2u ? six - 1u : six;  // or the same again, which is not better
+    scales[2].value = float8_decode<E4M3, F>(scales[2].byte);
+  }
+}
+
+/// The error of an element of magnitude a that became `number` times the scale.
+template <ScaleError kError, class F>
+JLP_RULE F nvfp4_error(F a, F number, F scale, const Nvfp4RoomScale& tensor) {
+  using L = Lanes<F>;
+  const F relative = number * scale;  // exact
+  F d;
+  if constexpr (kError == ScaleError::kRelativeSquared)
+    d = L::flush(relative - L::flush(a * tensor.encode));
+  else
+    d = L::flush(L::flush(L::flush(relative * tensor.amax) / kNvfp4Room) - a);
+  return kError == ScaleError::kAbsolute ? absolute(d) : L::flush(d * d);
+}
+
+// --- MS-EDEN: the scale of an NVFP4 block, corrected for the errors of its codes and rounded stochastically (numerics.md 14).
+
+/// The stream of the bits of rowwise scales; that of columnwise ones follows.
+constexpr uint32_t kEdenStream = 2;
+/// One call of Philox serves as many blocks of a line, each with the upper bits of a word.
+constexpr int kEdenBlocks = 4;
+constexpr int kEdenShift = 12;
+
+/// The random bits of a block, by its index, of its call's words.
+template <class F>
+JLP_RULE Uint<F> eden_bits(Uint<F> word) {
+  return word >> kEdenShift;
+}
+
+/// What both sums of a block's scaled elements, of magnitudes a that became numbers, grow by.
+template <class F>
+JLP_RULE void eden_add(F a, F number, F& energy, F& product) {
+  using L = Lanes<F>;
+  energy += L::flush(a * a);
+  product += L::flush(a * number);
+}
+
+/// The E4M3 byte of a block that was scaled by `scale`. Where the ratio is none, as in a block whose codes are zeros, it
+/// counts as 1.
+template <class F>
+JLP_RULE Uint<F> eden_scale(F scale, F energy, F product, Uint<F> bits) {
+  using L = Lanes<F>;
+  constexpr int kShift = 23 - E4M3::kMantissaBits;
+  const F ratio = energy / product;
+  const F t = L::flush(scale * (magnitude(ratio) < kInfinityBits ? ratio : L::splat(1.0f)));
+  // As float8_magnitude_stochastic: a carry into the code out of float32's own bits, or of fixed point where the grid is
+  // even.
+  const Uint<F> normal = ((L::bits(t) + bits) >> kShift) - (static_cast<uint32_t>(127 - E4M3::kBias) << E4M3::kMantissaBits);
+  const Uint<F> subnormal = (L::truncate(L::min(t, L::splat(E4M3::kMinNormal)) * 0x1p29f) + bits) >> kShift;
+  const Uint<F> byte = t >= E4M3::kMinNormal ? normal : subnormal;
+  return byte < kFloat8NaN ? byte : fill<F>(kFloat8NaN - 1u);
+}
+
 }  // namespace jaxlowprec

@@ -34,7 +34,7 @@ def gelu(x: jax.Array) -> jax.Array:
 def gelu_with_derivative(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """x s, and s + x s (1 - s) 2u' with s = 1 / (1 + e), e = exp(-2u), and so 1 - s = e s.
 
-    Operations come in the order of xla_ffi/numerics/gelu.h. At the clamp s is below the normal numbers, so the
+    Operations come in the order of xla_ffi/numerics/activations.h. At the clamp s is below the normal numbers, so the
     derivative is exactly 0 or 1 beyond it.
     """
     f = jnp.float32

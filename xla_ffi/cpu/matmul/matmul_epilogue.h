@@ -2,7 +2,7 @@
 // 9).
 #pragma once
 
-#include "../../numerics/gelu.h"
+#include "../../numerics/activations.h"
 #include "../../problems.h"
 #include "../elements.h"
 #include "matmul_chunks.h"

@@ -4,7 +4,7 @@
 #include <cmath>
 
 #include "../tiles.h"
-#include "row_sums.h"
+#include "sum_over_rows.h"
 
 namespace jaxlowprec {
 namespace JLP_ISA {

@@ -2,15 +2,61 @@
 // span of packets come before its codes, so that one packet's chain of dependent steps hides behind the others'.
 #pragma once
 
+#include "../../numerics/block_scales.h"
+#include "../../numerics/e2m1.h"
 #include "../../problems.h"
 #include "../tiles.h"
+#include "../vec.h"
 #include "codes.h"
 #include "lines.h"
 #include "random.h"
-#include "scales.h"
 
 namespace jaxlowprec {
 namespace JLP_ISA {
+
+// --- Block scales that follow from the block's own amax: those of MX and 8-bit floats (numerics.md 5 to 7).
+
+struct BlockScales {
+  bool e8m0, up;
+  MxElement mx;
+  uint32_t mx_rounding;
+  Float8ScaleRule float8;
+
+  explicit BlockScales(const Format& format)
+      : e8m0(format.scaling == Scaling::kE8M0), up(format.scale_rule == ScaleRule::kUp) {
+    with_float(format.code, [&](auto element) { set<decltype(element)>(format); });
+  }
+
+  /// From the magnitude bits of kLanes blocks' amaxes: what is stored, a byte or a float32's bits, and what elements are
+  /// multiplied by. Blocks that hold NaN or infinity are poisoned: both are NaN. False if there is one.
+  bool compute(U32 amax, U32& stored, F32& encode) const {
+    if (e8m0) {
+      stored = up ? mx_scale_up<F32>(amax, mx) : mx_scale_floor<F32>(amax, mx, mx_rounding);
+      encode = mx_encode<F32>(stored);
+    } else {
+      encode = float8_encode_scale<F32>(amax, float8);
+      stored = L::bits(float8_decode_scale(encode));
+    }
+    return all_below(L::from_bits(amax), __builtin_inff());
+  }
+
+  int64_t bytes() const { return e8m0 ? 1 : 4; }
+
+  void store_scales(uint8_t* to, U32 stored) const {
+    if (e8m0)
+      store_low_bytes(to, stored);
+    else
+      store(to, stored);
+  }
+
+ private:
+  template <class Element>
+  void set(const Format& format) {
+    mx = kMxElement<Element>;
+    mx_rounding = format.scale_rule == ScaleRule::kEven ? mx.half_unit : 0u;
+    float8 = {Element::kMax, format.amax_epsilon, format.power_of_two};
+  }
+};
 
 constexpr int kLargestBlock = 128;                       // along a row
 constexpr int kUnit = std::max(kPacket, kLargestBlock);  // elements along a row: whole packets and whole blocks

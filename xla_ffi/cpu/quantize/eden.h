@@ -2,7 +2,7 @@
 // elements in each lane's block, one vector after the other, since the sums are added up in order.
 #pragma once
 
-#include "../../numerics/eden.h"
+#include "../../numerics/nvfp4.h"
 #include "best_scale.h"
 #include "random.h"
 

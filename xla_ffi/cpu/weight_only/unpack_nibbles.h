@@ -1,4 +1,4 @@
-// 4-bit codes to float32 in registers, 32 at a time, in the order of sixteen_lanes.h.
+// 4-bit codes to float32 in registers, 32 at a time, in the order of operands.h.
 //
 // AVX-512 looks a code up in 16 float32s. AVX2 looks up the two bytes of its 16-bit float (bfloat16 or float16, which every
 // number of a 4-bit format is), 32 codes an instruction, and widens those. Portable code looks up one code at a time.

@@ -3,7 +3,7 @@
 // Data flow: a warp has a row. It loads the row and adds up its squares (layer norms: its elements, and then the squares of
 // what is left of them without their mean), keeping the row as it was read in shared memory; then it goes through the row
 // again for the result. Rows that do not fit there are loaded again, from the L2 cache. Weights come from the L1 cache.
-// norm_amaxes.cuh has another way through the result, and norm_quantize.cuh takes the numbers of the rows alone.
+// norms.cu has another way through the result, and norm_quantize.cu takes the numbers of the rows alone.
 //
 // Bytes moved per element of 16 bits, twice that of 32: 4, with a residual 8.
 // Launch: blocks of up to four warps, as many as keep their rows in 48 KiB.

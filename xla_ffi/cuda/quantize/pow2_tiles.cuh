@@ -13,7 +13,7 @@
 #include <type_traits>
 
 #include "pow2_rows.cuh"
-#include "tiles_ahead.cuh"
+#include "tile.cuh"
 
 namespace jaxlowprec {
 namespace cuda {

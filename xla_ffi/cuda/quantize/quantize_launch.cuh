@@ -82,7 +82,8 @@ bool pow2_rows_serve(const QuantizeProblem& p) {
 template <class Code>
 cudaError_t launch_pow2_rows(const QuantizeProblem& p, cudaStream_t stream) {
   const int64_t sixteens = p.batch * p.rows * p.columns / 16;
-  Pow2RowsArguments a = {static_cast<const uint4*>(p.x), p.rowwise.data, p.rowwise.scale, static_cast<uint32_t>(sixteens)};
+  Pow2RowsArguments a = {
+      static_cast<const uint4*>(p.x), p.rowwise.data, p.rowwise.scale, static_cast<uint32_t>(sixteens), 0, {}};
   const int64_t blocks = p.columns / p.format.block;
   if (p.format.column_major) a.rows = static_cast<uint32_t>(p.rows), a.blocks = DivideBy(static_cast<uint32_t>(blocks));
   const int64_t pieces = divide_up(sixteens, kPow2RowThreads * kPow2RowsAhead);
@@ -105,8 +106,8 @@ cudaError_t launch_rows(const QuantizeProblem& problem, cudaStream_t stream) {
   return launch_over_tiles<quantize_rows<E, Code, kScales, kStochastic>, RowsShared<kStochastic>>(kRowThreads, a, stream);
 }
 
-/// Whether tiles are whole and aligned, so that the kernels of tiles_ahead.cuh serve; the rows of a tile are apart by less
-/// than 2^32 bytes.
+/// Whether tiles are whole and aligned, so that the kernels that copy tiles ahead serve; the rows of a tile are apart by
+/// less than 2^32 bytes.
 inline bool whole_tiles(const QuantizeProblem& p) {
   constexpr int64_t kMost = INT32_MAX / kTile;
   const auto aligned_results = [](const QuantizeDirection& d) { return aligned(d.data, 16) && aligned(d.scale, 8); };

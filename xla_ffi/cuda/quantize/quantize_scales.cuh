@@ -1,11 +1,9 @@
 // The arguments of the quantisation kernels, and block scales (numerics.md 2 and 5 to 7).
 #pragma once
 
-#include "../../numerics/float8_block.h"
-#include "../../numerics/mx.h"
+#include "../../numerics/block_scales.h"
 #include "../../numerics/nvfp4.h"
 #include "../../numerics/philox.h"
-#include "../../numerics/scale_rules.h"
 #include "../launch_grid.cuh"
 #include "quantize.h"
 #include "quantize_codes.cuh"

@@ -1,9 +1,102 @@
+// Quantisation of rows that are tensors of their own (numerics.md 2): a block of threads has a row, every thread takes 16
+// elements at a time from memory to its registers.
+//
+//   elements (once or twice 32 bytes a thread, 64 of float32) -> amax of the row over the block's threads -> the row's
+//   encode scales -> codes of the same registers
+//
+// A row that is longer than a block's registers is read again for its codes, from the L2 cache: from its end, which the
+// registers hold.
+// Bytes moved per element: 2 or 4 read, 9/16 written; 4 a row.
+// Launch: a block for each row, of 128 threads or, where these do not hold it, 256.
 #include "../launch.h"
+#include "amax.cuh"
 #include "quantize_launch.cuh"
-#include "row_scaled_quantize.cuh"
+#include "quantize_rows.cuh"
 
 namespace jaxlowprec {
 namespace cuda {
+
+/// Sixteens that a thread loads before the first is used, and then holds. To choose scales takes registers, and more time
+/// than the loads.
+template <Scales kScales>
+constexpr int kRowScaledHeld = kIsChosen<kScales> ? 1 : 2;
+
+struct RowScaledArguments : QuantizeArguments {
+  float* amax;
+  bool whole;  // rows are sixteens that begin at multiples of 16 bytes
+};
+
+struct RowScaledShared {
+  RowsShared<false> rows;
+  uint32_t of_warp[kRowThreads / 32];
+};
+
+/// The sixteens that a thread holds of the columns from `first` on, zeros beyond the row.
+///
+/// Where they are whole, every load is issued before any is used: there is no branch between them.
+template <class E, int kHeld>
+JLP_DEVICE void load_held(const RowScaledArguments& a, const typename E::Storage* row, int64_t first,
+                          Sixteen<E> (&held)[kHeld]) {
+  const int64_t column = first + 16 * threadIdx.x, step = 16 * blockDim.x;
+  if (a.whole) {
+#pragma unroll
+    for (int j = 0; j < kHeld; ++j) {
+      const auto* from = reinterpret_cast<const uint4*>(row + column + j * step);
+      const bool exists = column + j * step < a.columns;
+#pragma unroll
+      for (int i = 0; i < Sixteen<E>::kPieces; ++i) set_piece(held[j], i, exists ? __ldg(from + i) : uint4{0, 0, 0, 0});
+    }
+    return;
+  }
+#pragma unroll
+  for (int j = 0; j < kHeld; ++j)
+    held[j] = load_sixteen<E>(row + column + j * step, left(a.columns, column + j * step, 16), a.pieces);
+}
+
+/// The amax of what the threads of the block found, to all of them.
+JLP_DEVICE float amax_of_block(uint32_t found, uint32_t (&of_warp)[kRowThreads / 32]) {
+  share_amaxes(found, of_warp);
+  uint32_t of_block = 0;
+  for (uint32_t warp = 0; warp < blockDim.x / 32; ++warp) of_block = max(of_block, of_warp[warp]);
+  return as_float(canonical_amax(of_block));
+}
+
+template <class E, Scales kScales>
+__global__ void __launch_bounds__(kRowThreads, kRowBlocks<E, kScales, false>)
+    row_scaled_quantize(const __grid_constant__ RowScaledArguments a) {
+  constexpr int kHeld = kRowScaledHeld<kScales>;
+  RowScaledShared& shared = block_shared<RowScaledShared>();
+  const int64_t line = blockIdx.x, at_once = kHeld * 16 * blockDim.x;
+  const auto* row = static_cast<const typename E::Storage*>(a.x) + line * a.columns;
+  Sixteen<E> held[kHeld];
+  uint32_t most = 0;
+  int64_t first = -at_once;
+  do {
+    first += at_once;
+    load_held(a, row, first, held);
+#pragma unroll
+    for (const Sixteen<E>& sixteen : held) most = max(most, magnitude_bits<E>(sixteen.words));
+  } while (first + at_once < a.columns);
+
+  const float amax = amax_of_block(most, shared.of_warp);
+  if (threadIdx.x == 0) a.amax[line] = amax;
+  const RowQuantizer<E, E2M1, kScales, false> quantizer = {a, shared.rows,
+                                                           Matrix<kScales>::of_amax(amax, shared.rows.table)};
+  __syncthreads();
+
+  for (;; first -= at_once, load_held(a, row, first, held)) {
+    const RowCursor<E> start = quantizer.cursor(0, line, first + 16 * threadIdx.x);
+#pragma unroll
+    for (int j = 0; j < kHeld; ++j) {
+      const int64_t step = j * 16 * static_cast<int64_t>(blockDim.x);
+      if (start.column + step >= a.columns) break;
+      const RowCursor<E> at = {nullptr, start.data + step / 2, start.scale + step / 16, line, start.column + step};
+      quantizer.quantize(at, held[j], 16, 8, a.rowwise.pieces);  // the codes fill whole blocks, and zeros were loaded
+    }
+    if (first == 0) return;
+  }
+}
+
 namespace {
 
 template <Scales kScales>

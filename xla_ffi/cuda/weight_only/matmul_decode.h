@@ -6,6 +6,11 @@
 namespace jaxlowprec {
 namespace cuda {
 
+// --- Few rows of activations by a quantised weight on the GPU.
+
+/// alpha * x w^T: no bias, no activation, nothing accumulated; `weight.amax` is alpha.
+cudaError_t launch(const WeightOnlyProblem& problem, uint8_t* workspace, int64_t workspace_bytes, cudaStream_t stream);
+
 enum class WeightType : int32_t {
   kNvfp4,  // E2M1 codes, an E4M3 scale per 16 or per 16x16 (numerics.md 2); the amax belongs to alpha
   kInt4,   // unsigned codes, low nibble first; a weight is bf16((code - zero point) * scale) (numerics.md 8)

@@ -1,5 +1,4 @@
 #include "matmul_decode.h"
-#include "weight_only.h"
 #include "weight_only_plan.h"
 
 namespace jaxlowprec {
