@@ -24,16 +24,16 @@ from jaxlowprec.layers import delayed_scaling, weight_only
 from jaxlowprec.layers.layer_call import LayerCall, Prepared, layer_call, randomness_of
 from jaxlowprec.layers.linear import features_of
 from jaxlowprec.layers.measured import measured_weight
-from jaxlowprec.layers.product import Product, ProductSpec, QuantizedKernel
+from jaxlowprec.layers.product import GemmOperands, GemmSpec, QuantizedKernel
 from jaxlowprec.layers.quantized_matmul import quantized_matmuls
 from jaxlowprec.layers.residuals import (
     QUANTIZED_WEIGHT,
     differentiated_once,
     dtype_marker,
     in_profiles,
-    named,
-    product,
     read,
+    tag_product,
+    tag_residual,
 )
 from jaxlowprec.layers.rows import RowsInGroups
 from jaxlowprec.layers.watched import watched
@@ -161,7 +161,7 @@ def _product(call: LayerCall, x: Any, kernels: Any, bias: Any, sizes: Any, dtype
         wide = dtype if bias is None else jnp.dtype("float32")
         with in_profiles(name):
             y = rows_product(x, jnp.asarray(kernels, x.dtype), sizes, wide, precision)
-            y = product(RowsInGroups(sizes, precision).biased(y, bias).astype(dtype))
+            y = tag_product(RowsInGroups(sizes, precision).biased(y, bias).astype(dtype))
         return call.recorded(x, kernels, y, sizes) if call.calibrates else (y, call.state)
     loaded = None if call.quantized is None else call.quantized.columnwise
     if roles is None or (roles.ste is not None and roles.weight is not None):
@@ -201,9 +201,9 @@ def prepared_groups(
     randomness = randomness_of(call.who, roles, call.key, sizes.shape, lines, call.name)
     shardings = _shardings(x, kernels, bias)
     result = jnp.dtype(dtype), shardings, out_sharding, False, call.precision
-    spec = ProductSpec(roles, recipe.backward_override, IN_FLOAT32, recipe.delayed, *result)
+    spec = GemmSpec(roles, recipe.backward_override, IN_FLOAT32, recipe.delayed, *result)
     silence.warn_once(call.who, recipe, silence.of_roles(roles, recipe.backward_override), depth=2)
-    product = call.accumulated(Product(kernels, bias, randomness, call.quantized, sizes=sizes))
+    product = call.accumulated(GemmOperands(kernels, bias, randomness, call.quantized, sizes=sizes))
     used, state = call.used_state(call.quantized if kernels is None else kernels)
     return Prepared(spec, product, (used, _probe(call.who, call.name)), state)
 
@@ -321,7 +321,7 @@ class WeightOnlyGroupsSpec:
 
     Attributes:
         served: how the weights are served.
-        out_dtype, shardings: see `ProductSpec`.
+        out_dtype, shardings: see `GemmSpec`.
         precision: precision of the backward GEMMs, checked; the forward GEMM always has float32 sums.
     """
 
@@ -349,9 +349,9 @@ def _weight_only_forward(spec: WeightOnlyGroupsSpec, x, w, bias, q, sizes, probe
     x, w, bias = differentiated_once((x, w, bias))
     y, q = _weight_only_fprop(spec, x, w, bias, q, sizes)
     like = tuple(dtype_marker(a) for a in (x, w, bias))
-    kept = None if w is None else x, named(q, QUANTIZED_WEIGHT), w if spec.served.ste == "clipped" else None
+    kept = None if w is None else x, tag_residual(q, QUANTIZED_WEIGHT), w if spec.served.ste == "clipped" else None
     found = None if probe is None else measured_weight(probe, x, w, q, sizes=sizes)
-    return product(y), (kept, like, sizes, found)
+    return tag_product(y), (kept, like, sizes, found)
 
 
 def _weight_only_backward(spec: WeightOnlyGroupsSpec, residuals, dy):

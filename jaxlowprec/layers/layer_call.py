@@ -23,7 +23,7 @@ from jaxlowprec.arrays.quantized_array import QuantizedArray, check_quantized
 from jaxlowprec.layers import delayed_scaling, weight_only
 from jaxlowprec.layers.accumulating import Sum, sum_for
 from jaxlowprec.layers.operands import weight_both_ways
-from jaxlowprec.layers.product import Product, ProductSpec, QuantizedKernel, States
+from jaxlowprec.layers.product import GemmOperands, GemmSpec, QuantizedKernel, States
 from jaxlowprec.layers.quantized_matmul import quantized_matmuls, recording
 from jaxlowprec.layers.residuals import in_profiles
 from jaxlowprec.ops.checks import checked_precision
@@ -47,8 +47,8 @@ class Prepared(NamedTuple):
         state: that of delayed scaling for the layer's next call.
     """
 
-    spec: ProductSpec
-    product: Product
+    spec: GemmSpec
+    product: GemmOperands
     states: States
     state: delayed_scaling.State | None
 
@@ -171,7 +171,7 @@ class LayerCall:
         out_sharding = self._out_sharding(x, w, out_sharding)
         shardings = sharding_of(x), sharding_of(w), sharding_of(bias)
         of_recipe = recipe.backward_override, recipe.sums, recipe.delayed
-        spec = ProductSpec(roles, *of_recipe, jnp.dtype(out_dtype), shardings, out_sharding, rows_split, self.precision)
+        spec = GemmSpec(roles, *of_recipe, jnp.dtype(out_dtype), shardings, out_sharding, rows_split, self.precision)
         silence.warn_once(self.who, recipe, silence.of_roles(roles, recipe.backward_override), depth=2)
         batch = x.shape[: -3 if rows_split else -2]
         tokens = math.prod(x.shape[len(batch) : -1])
@@ -182,7 +182,7 @@ class LayerCall:
         of_weight = weight_randomness(self.who, roles, self.key, weight.shape, self.name)
         of_sums = sum_randomness(self.who, recipe.sums, self.key, (*x.shape[-1:], *weight.shape[-1:]), self.name)
         sources: Any = {"signs": signs, "of_weight": of_weight, "of_sums": of_sums}
-        product = Product(w, bias, randomness, self.quantized, **sources)
+        product = GemmOperands(w, bias, randomness, self.quantized, **sources)
         return Prepared(spec, self.accumulated(product), states, state)
 
     def laid_out(self, layout: Callable[[jax.Array], jax.Array]) -> LayerCall:
@@ -196,7 +196,7 @@ class LayerCall:
         """The weight [..., K, N] of the product that the layer makes of its kernel."""
         return functools.reduce(lambda w, layout: layout(w), self.layouts, kernel)
 
-    def accumulated(self, product: Product) -> Product:
+    def accumulated(self, product: GemmOperands) -> GemmOperands:
         """The call's product, with the sum that its kernel's gradient is added to, if there is one."""
         if self.total is None or self.quantized is not None:
             return product

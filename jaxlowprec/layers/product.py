@@ -1,6 +1,6 @@
 """A product of quantised operands and its gradients: the parts of which `quantized_matmul` and the MLP are made.
 
-Of all rows by one weight, or of rows in groups by a weight for each; see `rows`.
+It multiplies all rows by one weight, or rows in groups by a weight for each; see `rows`.
 
     fprop   y  = x row-quantised            @ w            contracted over K
     dgrad   dx = dy row-quantised           @ w transposed contracted over N
@@ -32,8 +32,8 @@ from jaxlowprec.layers.residuals import (
     differentiated_once,
     dtype_marker,
     in_profiles,
-    named,
     read,
+    tag_residual,
 )
 from jaxlowprec.layers.rows import AllRows, RowsInGroups
 from jaxlowprec.ops.amax import Amaxes
@@ -72,10 +72,10 @@ class QuantizedKernel:
 
 
 @dataclasses.dataclass(frozen=True)
-class ProductSpec(Gemms):
-    """The static description of a product, captured in the forward pass: the backward pass never reads the context.
+class GemmSpec(Gemms):
+    """The static description of a product's three GEMMs, captured in the forward pass.
 
-    It does not contain the layer's name, so equal layers are traced once.
+    The backward pass never reads the context. It does not contain the layer's name, so equal layers are traced once.
 
     Attributes:
         sums, delayed: the recipe's.
@@ -95,13 +95,17 @@ class ProductSpec(Gemms):
     precision: Any = None
 
     def summed(self, gemm: str, source: Randomness | None, operand: Any) -> Summed:
-        """How a GEMM adds up partial sums, see `summed`. `operand`: its first one."""
+        """The sum over devices of a GEMM's partial results, see `summed`. `operand`: its first one."""
         return summed(self.sums, gemm, source, operand)
 
 
 def summed(sums: Sums, gemm: str, source: Randomness | None, operand: Any) -> Summed:
-    """How the partial sums of a GEMM are added up. `source` of their random bits, which without a key come from a
-    quantised operand: its largest scale."""
+    """The sum over devices of a GEMM's partial results.
+
+    Arguments:
+        source: of the random bits that rounding draws; without a key they come from the largest scale of `operand`.
+        operand: quantised.
+    """
     kind = getattr(sums, gemm)
     if not draws(kind):
         return Summed(kind)
@@ -119,12 +123,12 @@ def _largest_scale(q: Any) -> jax.Array:
     return jax.lax.stop_gradient(jnp.max(numbers.astype(jnp.float32)))
 
 
-def rows_of(spec: ProductSpec, sizes: jax.Array | None) -> AllRows | RowsInGroups:
-    """How a product's rows meet its weight. `sizes`: see `Product`."""
+def rows_of(spec: GemmSpec, sizes: jax.Array | None) -> AllRows | RowsInGroups:
+    """How a product's rows meet its weight. `sizes`: see `GemmOperands`."""
     return AllRows(spec.rows_split, spec.precision) if sizes is None else RowsInGroups(sizes, spec.precision)
 
 
-def _encode_scale(spec: ProductSpec, state, tensor: str):
+def _encode_scale(spec: GemmSpec, state, tensor: str):
     """The encode scale of delayed scaling, if the spec has it."""
     if spec.delayed is None:
         return None
@@ -141,11 +145,11 @@ def _maximum(delayed: DelayedScaling, tensor: str) -> float:
     return {"input": roles.input, "kernel": roles.weight, "output_grad": roles.gradient}[tensor].format.maximum
 
 
-Specs = tuple[ProductSpec, ...]
+Specs = tuple[GemmSpec, ...]
 
 
-class Product(NamedTuple):
-    """The arguments of a product beside its input. All but w may be None; w, too, if there is a QuantizedKernel.
+class GemmOperands(NamedTuple):
+    """The operands of a product's GEMMs beside its input. All but w may be None; w, too, if there is a QuantizedKernel.
 
     Attributes:
         w: the kernel [..., K, N].
@@ -158,7 +162,7 @@ class Product(NamedTuple):
         signs: the source of the signs with which wgrad's operands are rotated, if they are drawn. Products that share
             their input use the first one's.
         of_weight: the source of what the kernel draws, see `weight_both_ways`.
-        of_sums: the source of what sums over devices draw, see `ProductSpec.summed`.
+        of_sums: the source of what sums over devices draw, see `GemmSpec.summed`.
     """
 
     w: Any
@@ -176,7 +180,7 @@ States = tuple[Any, Any]
 """The state of delayed scaling, and telemetry's Probe, of a product; or None."""
 
 
-class Input(NamedTuple):
+class QuantizedInput(NamedTuple):
     """The input [..., T, K] of products, and its quantised forms; None where it is not needed."""
 
     x: Any
@@ -184,36 +188,36 @@ class Input(NamedTuple):
     columnwise: Any
 
 
-class KeptProduct(NamedTuple):
-    """What the backward pass of a product needs, beside its input.
+class SavedForBackward(NamedTuple):
+    """Residuals of one product for its backward pass, beside those of its input.
 
     Attributes:
         w: the kernel as dgrad reads it.
-        like: markers of the dtypes of the kernel and of the bias.
-        randomness, total, sizes, signs, of_sums: see `Product`.
-        state, found: of delayed scaling and of telemetry, with what the forward pass knows.
+        dtype_markers: those of the kernel and of the bias, see `dtype_marker`.
+        randomness, total, sizes, signs, of_sums: see `GemmOperands`.
+        state, telemetry: the state of delayed scaling and the `Measured` of telemetry after the forward pass, or None.
     """
 
     w: Any
-    like: tuple[Any, Any]
+    dtype_markers: tuple[Any, Any]
     randomness: Randomness | None
     total: Any
     sizes: Any
     state: Any
-    found: Any
+    telemetry: Any
     signs: Randomness | None
     of_sums: Randomness | None
 
 
-def roles_of_input(spec: ProductSpec, *, forward=True, backward=False) -> tuple[Role | None, Role | None]:
+def roles_of_input(spec: GemmSpec, *, forward=True, backward=False) -> tuple[Role | None, Role | None]:
     """The roles of the input rowwise and columnwise; see `quantized_input`."""
     rowwise = forward or (backward and (spec.decodes("wgrad") or spec.requantizes("input")))
     return role_of(spec.fprop, 0, rowwise), role_of(spec.wgrad, 0, backward)
 
 
 def quantized_input(
-    spec: ProductSpec, x, state, *, sizes=None, randomness=None, signs=None, forward=True, backward=False, amaxes=None
-) -> Input:
+    spec: GemmSpec, x, state, *, sizes=None, randomness=None, signs=None, forward=True, backward=False, amaxes=None
+) -> QuantizedInput:
     """x in the forms that fprop reads (`forward`), and those that the backward pass reads of it (`backward`).
 
     Products that share it have equal specs as far as it is concerned. `sizes`: those of the products. `randomness`,
@@ -230,25 +234,25 @@ def quantized_input(
             key = signs.words_for(lambda: rows.amax(x))
         given: Any = {"words": words, "encode": encode, "sign_key": key}
         if row is None or column is None or not spec.requantizes("input"):
-            return Input(x, *rows.both_ways(x, row, column, amax=amaxes, **given))
+            return QuantizedInput(x, *rows.both_ways(x, row, column, amax=amaxes, **given))
         x_row = rows.both_ways(x, row, None, amax=amaxes, encode=encode)[0]
-        return Input(x, x_row, rows.both_ways(decoded(x_row, jnp.bfloat16), None, column, **given)[1])
+        return QuantizedInput(x, x_row, rows.both_ways(decoded(x_row, jnp.bfloat16), None, column, **given)[1])
 
 
-def read_by_wgrad(spec: ProductSpec, given: Input) -> Any:
+def read_by_wgrad(spec: GemmSpec, given: QuantizedInput) -> Any:
     """The input as wgrad reads it."""
     if spec.wgrad:
         return given.columnwise
     return given.rowwise if spec.decodes("wgrad") else given.x
 
 
-def products_differentiated_once(products: Sequence[Product]) -> tuple[Product, ...]:
+def products_differentiated_once(products: Sequence[GemmOperands]) -> tuple[GemmOperands, ...]:
     """`differentiated_once` of the kernels and biases."""
     learn = differentiated_once([(p.w, p.bias) for p in products])
     return tuple(p._replace(w=w, bias=bias) for p, (w, bias) in zip(products, learn, strict=True))
 
 
-def fprop(spec: ProductSpec, given: Input, product: Product, state, *, keep: bool = False):
+def fprop(spec: GemmSpec, given: QuantizedInput, product: GemmOperands, state, *, keep: bool = False):
     """The result, and the kernel quantised row- and columnwise as far as that is needed now or has to be kept."""
     rows = rows_of(spec, product.sizes)
     w: Any = product.w
@@ -274,7 +278,7 @@ def fprop(spec: ProductSpec, given: Input, product: Product, state, *, keep: boo
     return y, QuantizedKernel(w_row, w_column)
 
 
-def forward(spec: ProductSpec, given: Input, product: Product, states: States):
+def forward(spec: GemmSpec, given: QuantizedInput, product: GemmOperands, states: States):
     """The result of a product whose input is quantised, what is kept, and the kernel quantised both ways."""
     state, probe = states
     w = product.w
@@ -288,15 +292,17 @@ def forward(spec: ProductSpec, given: Input, product: Product, states: States):
         forms = given[1:], (kernel.rowwise, kernel.columnwise)
         found = measured_forward(probe, given.x, w, *forms, spec.rows_split, product.sizes)
     like = dtype_marker(w), dtype_marker(product.bias)
-    kept_w = named(kept_w, QUANTIZED_WEIGHT)
+    kept_w = tag_residual(kept_w, QUANTIZED_WEIGHT)
     of_product = product.randomness, product.total, product.sizes
-    kept = KeptProduct(kept_w, like, *of_product, state, found, product.signs, product.of_sums)
+    kept = SavedForBackward(kept_w, like, *of_product, state, found, product.signs, product.of_sums)
     return y, kept, kernel
 
 
-def amaxes_of_input(spec: ProductSpec, backward: bool = True) -> Amaxes | None:
-    """The amaxes by which the input is quantised in the forward pass, and in the backward pass if it follows; None:
-    none, or another way."""
+def amaxes_of_input(spec: GemmSpec, backward: bool = True) -> Amaxes | None:
+    """The amaxes by which the input is quantised in the forward pass, and in the backward pass if it follows.
+
+    None under delayed scaling, and if the formats have no tensor scale.
+    """
     if spec.delayed is not None:
         return None
     return amaxes_of(
@@ -304,17 +310,17 @@ def amaxes_of_input(spec: ProductSpec, backward: bool = True) -> Amaxes | None:
     )
 
 
-def amaxes_of_gradient(spec: ProductSpec) -> Amaxes | None:
-    """The amaxes by which the gradient of the result is quantised; None: none, or another way."""
+def amaxes_of_gradient(spec: GemmSpec) -> Amaxes | None:
+    """The amaxes by which the gradient of the result is quantised; None as in `amaxes_of_input`."""
     if spec.delayed is not None:
         return None
     return amaxes_of(role_of(spec.dgrad, 0), role_of(spec.wgrad, 1), spec.rows_split)
 
 
-def _quantized_gradient(spec: ProductSpec, kept: KeptProduct, x, w, dy, amaxes):
+def _quantized_gradient(spec: GemmSpec, kept: SavedForBackward, x, w, dy, amaxes):
     """The gradient of the result row- and columnwise, as dgrad and wgrad need it. w and x, which these read, have the
     signs of their rotations if they are drawn."""
-    rows, weight_learns = rows_of(spec, kept.sizes), kept.like[0] is not None
+    rows, weight_learns = rows_of(spec, kept.sizes), kept.dtype_markers[0] is not None
     row, column = role_of(spec.dgrad, 0), role_of(spec.wgrad, 1)
     amaxes = amaxes or rows.amaxes(dy, amaxes_of_gradient(spec))
     words = None
@@ -328,7 +334,7 @@ def _quantized_gradient(spec: ProductSpec, kept: KeptProduct, x, w, dy, amaxes):
     return rows.both_ways(dy, row, column, sign_key=signs, row_sign_key=row_signs, **options)
 
 
-def backward(spec: ProductSpec, x, kept: KeptProduct, dy, dx_dtype, *, amaxes=None, quantized=None, sums=None):
+def backward(spec: GemmSpec, x, kept: SavedForBackward, dy, dx_dtype, *, amaxes=None, quantized=None, sums=None):
     """The gradients of the input and of the product's arguments, and what goes to its states.
 
     Arguments:
@@ -366,11 +372,11 @@ def backward(spec: ProductSpec, x, kept: KeptProduct, dy, dx_dtype, *, amaxes=No
     if found is not None:
         found = measured_backward(found, (x, w), dy, (dy_row, dy_column), spec.rows_split, sizes)
     dbias = rows.bias_gradient(dy, like_bias, bias_sharding, sums)
-    gradients = Product(dw, dbias, None, None) if total is None else Product(None, dbias, None, None, dw)
+    gradients = GemmOperands(dw, dbias, None, None) if total is None else GemmOperands(None, dbias, None, None, dw)
     return dx, gradients, (state, found)
 
 
-def quantized_inputs(specs: Specs, x, states: Sequence[States], **wanted: Any) -> tuple[Input, ...]:
+def quantized_inputs(specs: Specs, x, states: Sequence[States], **wanted: Any) -> tuple[QuantizedInput, ...]:
     """`quantized_input` of products that share x: one for all, or one for each that has its own delayed scaling."""
     if specs[0].delayed is None:
         return (quantized_input(specs[0], x, None, **wanted),)
@@ -378,13 +384,15 @@ def quantized_inputs(specs: Specs, x, states: Sequence[States], **wanted: Any) -
 
 
 def for_each(specs: Specs, inputs: Sequence[Any]) -> Sequence[Any]:
-    """What `quantized_inputs` gave, or was kept of it, for each product."""
+    """One input, or its residual, for each product: those of `quantized_inputs`, or the one that all share."""
     return inputs if len(inputs) == len(specs) else [inputs[0]] * len(specs)
 
 
-def forward_of_all(specs: Specs, inputs: Sequence[Input], products: Sequence[Product], states: Sequence[States]):
+def forward_of_all(
+    specs: Specs, inputs: Sequence[QuantizedInput], products: Sequence[GemmOperands], states: Sequence[States]
+):
     """`forward` of products that share their input: their results, what is kept, and kernels; and the inputs kept."""
-    kept_inputs = [named(read_by_wgrad(*each), QUANTIZED_INPUT) for each in zip(specs, inputs, strict=False)]
+    kept_inputs = [tag_residual(read_by_wgrad(*each), QUANTIZED_INPUT) for each in zip(specs, inputs, strict=False)]
     found = [forward(*each) for each in zip(specs, for_each(specs, inputs), products, states, strict=True)]
     ys, kept, kernels = zip(*found, strict=True)
     return ys, kept, kernels, kept_inputs
@@ -393,7 +401,7 @@ def forward_of_all(specs: Specs, inputs: Sequence[Input], products: Sequence[Pro
 def backward_of_all(
     specs: Specs,
     xs: Sequence[Any],
-    kept: Sequence[KeptProduct],
+    kept: Sequence[SavedForBackward],
     dys: Sequence[jax.Array | None],
     like_x: Any,
     **known: Any,

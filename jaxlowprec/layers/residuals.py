@@ -41,7 +41,7 @@ def in_profiles(layer: str, part: str = "") -> contextlib.AbstractContextManager
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=("arrays",), meta_fields=("dtypes", "structure"))
 @dataclasses.dataclass(frozen=True)
-class Kept:
+class ResidualBytes:
     """A quantised residual, whose 8-bit floats are kept as bytes; see `read`.
 
     XLA's CPU compiler writes to a stack of 8-bit floats by converting all of it to a wider type and back. A stack is
@@ -57,31 +57,31 @@ class Kept:
     structure: Any
 
 
-def named(residual: Any, name: str) -> Any:
+def tag_residual(residual: Any, name: str) -> Any:
     """A residual whose arrays get a checkpoint name if it is quantised, for `read`; otherwise the residual itself."""
     if residual is None or isinstance(residual, jax.Array):
         return residual
     leaves, structure = jax.tree.flatten(residual)
     arrays = tuple(checkpoint_name(wiring.as_bytes(leaf), name) for leaf in leaves)
-    return Kept(arrays, tuple(leaf.dtype for leaf in leaves), structure)
+    return ResidualBytes(arrays, tuple(leaf.dtype for leaf in leaves), structure)
 
 
-def _is_kept(residual: Any) -> bool:
-    return isinstance(residual, Kept)
+def _is_bytes(residual: Any) -> bool:
+    return isinstance(residual, ResidualBytes)
 
 
 def read(residuals: Any) -> Any:
-    """A tree of residuals, with what `named` was given in the place of what it gave."""
+    """A tree of residuals, with what `tag_residual` was given in the place of what it gave."""
 
     def one(residual: Any) -> Any:
-        if not _is_kept(residual):
+        if not _is_bytes(residual):
             return residual
         return jax.tree.unflatten(residual.structure, wiring.from_bytes(residual.arrays, residual.dtypes))
 
-    return jax.tree.map(one, residuals, is_leaf=_is_kept)
+    return jax.tree.map(one, residuals, is_leaf=_is_bytes)
 
 
-def product(y: jax.Array) -> jax.Array:
+def tag_product(y: jax.Array) -> jax.Array:
     """The result of a forward GEMM, with its checkpoint name."""
     return checkpoint_name(y, PRODUCT)
 
