@@ -22,7 +22,7 @@ _current: contextvars.ContextVar[Accumulation | None] = contextvars.ContextVar("
 
 @dataclasses.dataclass
 class Sum:
-    """Of a kernel's gradient.
+    """The sum that a kernel's gradient is added to, and the calls that were given the kernel.
 
     Attributes:
         array: float32, of the shape of the matrices that the layer makes of the kernel, see `LayerCall.laid_out`; None

@@ -55,7 +55,7 @@ from jaxlowprec.ops.quantize.api import quantize
 from jaxlowprec.wiring.sharding_rule import resharded, sharding_of
 
 Saved = Literal["quantized", "8bit", "recompute"]
-"""What an MLP keeps of its hidden layer; see `mlp`."""
+"""The form in which an MLP saves its hidden layer for the backward pass; see `mlp`."""
 
 Activation = str | Callable[..., jax.Array]
 """The name of an activation with defined bits, or a function of the hidden layer's operands."""
@@ -100,7 +100,7 @@ def activated(
 
 
 def called(activation: Callable[..., Any], *operands: jax.Array, who: str = "mlp") -> jax.Array:
-    """What a function of the caller gives. Raises ValueError unless it has the operands' shape and dtype."""
+    """Calls the user's activation. Raises ValueError unless the result has the operands' shape and dtype."""
     a = activation(*operands)
     found, needed = jax.typeof(a), jax.typeof(operands[0])
     if (found.shape, found.dtype) != (needed.shape, needed.dtype):
@@ -194,7 +194,7 @@ def _recomputable(
     products: Sequence[GemmOperands],
     kernels: Sequence[QuantizedKernel],
 ) -> tuple[list[QuantizedInput], list[GemmOperands]]:
-    """What the forward GEMMs of the hidden layer read, without what they do not read."""
+    """Residuals from which the hidden layer's forward GEMMs are computed again: only the operands that these read."""
     of_input = zip(spec.hidden, inputs, strict=False)
     inputs = [
         QuantizedInput(None, each.rowwise, None) if own.fprop else QuantizedInput(each.x, None, None)
@@ -231,7 +231,7 @@ def _backward(spec: MlpSpec, residuals, gradients):
 def _gradients_of_hidden(
     spec: MlpSpec, kept: Sequence[SavedForBackward], hidden: Sequence[jax.Array], da: jax.Array
 ) -> dict[str, Any]:
-    """What `backward_of_all` takes of the gradients of the hidden layer."""
+    """The gradients of the hidden layer, as keyword arguments of `backward_of_all`."""
     found = quantized_gradients(spec.activation, spec.hidden, kept, hidden, da)
     if found is not None:
         return {"dys": [None] * len(found), "quantized": found}

@@ -253,7 +253,7 @@ def ragged_dot(
 
 
 def _probe(who: str, name: str) -> probes.Probe | None:
-    """What telemetry needs of the layer, if it is measured."""
+    """Telemetry's probe of the layer if it is measured, with its what_if roles checked; else None."""
     probe = probes.probe(who, name, "grouped_linear")
     for label, roles in () if probe is None else probe.what_if:
         _check_rows(f"{who}: telemetry's what_if {label!r}", roles)

@@ -210,7 +210,7 @@ class LayerCall:
         return sharding_of_product(x, self.dimension_of_features(w))
 
     def dimension_of_features(self, w: jax.Array | None) -> Any:
-        """What splits N of the weight [..., K, N], in explicit mode."""
+        """The mesh axes that split N of the weight [..., K, N], in explicit mode."""
         quantized: Any = self.quantized
         return dimensions_of(w)[-1] if w is not None else dimensions_of(quantized.columnwise.data)[-2]
 
@@ -333,7 +333,7 @@ def _formats(*forms: Any) -> tuple[Format | None, ...]:
 
 
 def _kernel_forms(formats: tuple[Format | None, ...], weight_only: bool) -> str:
-    """What a kernel is quantised to, in words, by the formats of its rowwise and columnwise forms."""
+    """The formats of a kernel's rowwise and columnwise forms and the GEMMs that read them, in words."""
     row, column = formats
     to = [f"{fmt} in {gemm}" for fmt, gemm in ((column, "fprop"), (row, "dgrad")) if fmt is not None]
     if not to:

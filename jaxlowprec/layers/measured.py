@@ -1,4 +1,4 @@
-"""What a layer's quantisation did to its tensors, for telemetry."""
+"""Telemetry of a layer: the effect of quantisation on its tensors."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from jaxlowprec.telemetry.sampling import Gemm, Operand, RowsByWeights, WithinGr
 
 
 class Measured(NamedTuple):
-    """What a layer's forward pass found, and what the measurements of its backward pass need.
+    """Measurements of a layer's forward pass, and lines of its tensors that the backward pass measures.
 
     Attributes:
         probe: telemetry's.

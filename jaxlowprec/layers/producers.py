@@ -58,7 +58,7 @@ class NormedInput:
 
     @staticmethod
     def of(norm: Norm, tokens: jax.Array) -> NormedInput:
-        """Of the norm's x as products take it, `tokens`."""
+        """The input that `norm` makes, from its x in the shape that products take, `tokens`."""
         residual = None if norm.residual is None else norm.residual.reshape(tokens.shape)
         arrays = tokens, residual, norm.weight, norm.beta
         x, residual, weight, beta = wiring.align_varying(*arrays)
@@ -66,7 +66,7 @@ class NormedInput:
 
 
 class _KeptNorm(NamedTuple):
-    """What the backward pass needs of a norm."""
+    """Residuals of a norm for its backward pass."""
 
     norm: NormedInput  # with what was normed as its x, and no residual
     saved: tuple[jax.Array, ...]

@@ -282,7 +282,7 @@ class PerGemm(Recipe):
 
     @property
     def sums(self) -> Sums:
-        """Those of each GEMM's own recipe."""
+        """The sums over devices of each GEMM's own recipe."""
         return Sums(**{gemm: getattr(recipe.sums, gemm) for gemm, recipe in self._recipes().items()})
 
     def applies_to(self, name: str) -> bool:

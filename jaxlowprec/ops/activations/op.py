@@ -17,7 +17,7 @@ from jaxlowprec.ops.sum_over_rows import memory_of_parts, sum_over_rows
 
 
 def _rule(operands: int, results: int, amaxes: Amaxes, sums: bool = False) -> wiring.ShardingRule:
-    """Of an op of matrices whose results have amaxes each, and sums over rows."""
+    """The sharding rule of an op on matrices: each result has amaxes, and sums over rows if `sums`."""
     matrix = f"{amaxes.lines} c"
     of_each = [matrix] * results + ["..."] * results * amaxes.count + ["... c"] * results * sums
     rows = [axis for axis in ("s", "r") if sums and axis in re.findall(r"\w+", matrix) and axis not in amaxes.whole]

@@ -118,7 +118,7 @@ class Norm(NamedTuple):
         return y.reshape(self.x.shape), total[0].reshape(self.x.shape) if total else None
 
     def result(self) -> Any:
-        """What `rms_norm` and `layer_norm` return: the normed rows; with a residual a pair of them and the sum."""
+        """The result of `rms_norm` and `layer_norm`: the normed rows; with a residual a pair of them and the sum."""
         y, total = self.alone()
         return y if total is None else (y, total)
 
@@ -232,7 +232,7 @@ def normed(
 
 
 class Normed(NamedTuple):
-    """What `normed` returns.
+    """The results of `normed`.
 
     Attributes:
         y: the normed rows.

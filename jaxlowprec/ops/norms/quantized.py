@@ -22,7 +22,7 @@ from jaxlowprec.ops.split_rows import merged_rows
 
 
 class QuantizedNorm(NamedTuple):
-    """What `quantized_norm` returns.
+    """The results of `quantized_norm`.
 
     Attributes:
         rowwise, columnwise: the norm, quantised; None where it is not wanted.

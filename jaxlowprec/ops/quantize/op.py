@@ -105,8 +105,10 @@ class Rule(NamedTuple):
     def of_op(
         self, operands: list[str], results: list[str], whole: Sequence[str] = (), reductions: Sequence[str] = ()
     ) -> wiring.ShardingRule:
-        """That of an op which has those operands and results before the quantisation's, further whole factors, and
-        reductions."""
+        """The sharding rule of an op with these operands and results before those of the quantisation.
+
+        `whole`, `reductions`: further ones.
+        """
         text = f"{', '.join([*operands, *self.operands])} -> {', '.join([*results, *self.results])}"
         used = re.findall(r"\w+", text)
         sizes: dict[str, Any] = {f: n for f, n in self.sizes.items() if f in used}
@@ -209,7 +211,7 @@ def native_call(
 
 
 def reference_call(spec: QuantizeSpec, x: jax.Array, *operands: jax.Array) -> list[jax.Array]:
-    """As `native_call`, in pure JAX."""
+    """The results of `native_call`, in pure JAX."""
     tensors, random = operands[: spec.tensors], operands[spec.tensors :]
     out: list[jax.Array] = []
     for i in range(spec.directions):

@@ -44,7 +44,7 @@ IN_FLOAT32 = Summed("float32")
 
 @functools.cache
 def sums_of(kind: SumKind) -> Sums:
-    """What `wiring.define` takes for a kind; partial results are float32."""
+    """The `sums` of `wiring.define` for a kind; partial results are float32."""
     return IN_THEIR_DTYPE if kind == "float32" else _Sums(kind)
 
 
