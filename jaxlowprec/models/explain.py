@@ -49,7 +49,7 @@ def _sums_of(recipe: Recipe | None, is_grouped: bool) -> Sums:
 
 
 def explain(model: Any, recipe: Recipe | None = FROM_CONTEXT, *args: Any, **kwargs: Any) -> Explanation:
-    """What a recipe does to each layer of a model, or to each product of a function, without computing anything.
+    """Explains how a recipe quantises each layer of a model, or each product of a function; computes nothing.
 
     Arguments:
         model: an NNX module. Or a Linen module; then the arguments of `model.apply` follow, beginning with the
@@ -94,7 +94,7 @@ def explained(who: str, model: Any, recipe: Any, *args: Any, **kwargs: Any) -> E
 
 
 def _of_function(fn: Any, recipe: Any, args: Any, kwargs: Any) -> Explanation:
-    """What a recipe does to the products of a function by its parameters."""
+    """The explanation of a function's products by its parameters."""
     params: tuple[int | str, ...] = (0,)
     if isinstance(given := getattr(fn, "transformation", None), QuantizedMatmuls):
         fn, params, recipe = given.fn, given.params, given.rules if recipe is FROM_CONTEXT else recipe
@@ -121,7 +121,7 @@ def _of_function(fn: Any, recipe: Any, args: Any, kwargs: Any) -> Explanation:
 def _of_product(
     traced: TracedFunction, product: Product, weight: Weight, others: list[str], rules: Recipe | None
 ) -> AppliedRecipe:
-    """What a recipe does to a parameter in a product, in which others are joined with it."""
+    """The recipe as applied to a parameter in a product, in which others are joined with it."""
     name, note = weight.name, product.reason
     own, use = traced.following.recipe_at(name), traced.following.uses.get(name, Use.UNKNOWN)
     if own is None and not note:
@@ -151,7 +151,7 @@ def _used(row: AppliedRecipe, shape: tuple[int, ...], count: int) -> AppliedReci
 def _applied(
     path: str, name: str, layer: Any, kernel: Any, axes: KernelAxes | str, converted: tuple[Any] | None = None
 ) -> AppliedRecipe:
-    """What the recipe does to a layer of this name in the current scope.
+    """The recipe as applied to a layer of this name in the current scope.
 
     Arguments:
         axes: those of its kernel, or why it has none that could be served.
@@ -189,7 +189,7 @@ def _applied(
 
 
 def _with_packed(applied: AppliedRecipe, kernel: Any) -> AppliedRecipe:
-    """The same with what is to be said of a kernel that is quantised, or has an adapter, or both."""
+    """`applied` with notes on a kernel that is quantised, or has an adapter, or both."""
     weight, notes = without_adapter(kernel), [applied.note]
     if isinstance(weight, QuantizedArray):
         applied = dataclasses.replace(applied, roles=Roles(None, Role(weight.format), None), loaded=True)
@@ -200,7 +200,7 @@ def _with_packed(applied: AppliedRecipe, kernel: Any) -> AppliedRecipe:
 
 
 def _of_windows(applied: AppliedRecipe, layer: Any, *args: Any, **kwargs: Any) -> AppliedRecipe:
-    """What the recipe does to a layer with these inputs, if they are known: a convolution has to be a product."""
+    """`applied` to a layer with these inputs, if they are known: a convolution has to be a matrix product."""
     if not isinstance(layer, nn.Conv | nnx.Conv):
         return applied
     windows = windows_of(layer, *args, **kwargs)
@@ -214,7 +214,7 @@ def _of_windows(applied: AppliedRecipe, layer: Any, *args: Any, **kwargs: Any) -
 
 
 def _choice(given: Recipe | None, by_path: Recipe | None) -> str:
-    """What the path of a layer without a name would choose."""
+    """The choice that the path of a layer without a name would make, in words."""
     if by_path is None:
         return "left out"
     return "chosen" if given is None else type(by_path).__name__

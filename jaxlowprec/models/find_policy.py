@@ -32,7 +32,7 @@ WHOLE = "all"
 
 @dataclasses.dataclass(frozen=True)
 class Effect:
-    """What quantising something does to a step. Means over batches and keys, and their standard errors.
+    """The effect of quantising on a step: means over batches and keys, and their standard errors.
 
     Attributes:
         loss: the loss minus that in high precision, relative to it.
@@ -75,7 +75,7 @@ class Measured:
 
 @dataclasses.dataclass(frozen=True)
 class Policy:
-    """What was found.
+    """Rules that `find_policy` found within the budget, with the measurements behind them.
 
     Attributes:
         recipe: the rules, for `autocast`, `quantize_matmuls` and `convert`.

@@ -122,7 +122,7 @@ def quantize_matmuls(
 
 @dataclasses.dataclass(frozen=True)
 class QuantizedMatmuls:
-    """What `quantize_matmuls` made a function of; the function has it as its attribute `transformation`.
+    """The arguments of `quantize_matmuls`, which the transformed function has as its attribute `transformation`.
 
     Attributes:
         fn, rules: its arguments.
@@ -221,7 +221,7 @@ class TracedFunction:
         return Weight(name, number, ends=ends, packed=is_packed(self._values[number]))
 
     def _uses(self) -> dict[str, Use]:
-        """What layers are for, where the recipe asks for it: see `DEFAULT_EXCLUDE`."""
+        """The uses of layers, where the recipe asks for them: see `DEFAULT_EXCLUDE`."""
         following, rules = self.following, self.following.recipe
         named = [(single.name, product) for product in following.products for single in product.weight.singles]
         if rules is None or not any(rules.within(n) != rules.within(n, use) for n, _ in named for use in Use):
@@ -232,7 +232,7 @@ class TracedFunction:
         return {name: use for name, use in found.items() if use is not Use.UNKNOWN}
 
     def following_packed(self, numbers: set[int]) -> Following:
-        """What is found if the parameters of these numbers are packed: quantised, or with an adapter."""
+        """The trace of the function if the parameters of these numbers are packed: quantised, or with an adapter."""
         following = Following(self.following.recipe, self.following.uses)
         weights = [
             dataclasses.replace(w, packed=True) if w is not None and w.leaf in numbers else w for w in self._weights
@@ -274,7 +274,7 @@ class TracedFunction:
         return [single.name for weight in used for single in weight.singles]
 
     def left_alone(self) -> list[str]:
-        """What is to be said of parameters that the recipe is for, in products that it cannot have; [] of none."""
+        """A warning about parameters that the recipe is for, in products that it cannot quantise; or []."""
         found = {}
         for product in self.following.products:
             for single in product.weight.singles if product.avoidable else ():

@@ -73,8 +73,10 @@ def narrowed(tape: Any, dtype: np.dtype, num_experts: int) -> Any:
 
 
 def replayable(tape: Any, num_experts: int) -> tuple[Any, Any]:
-    """Which rows of a tape of int32, a NumPy or a JAX array, are a choice of experts, and which choose afresh; all
-    other rows are errors."""
+    """Masks of the rows of an int32 tape that are a choice of experts, and of those that choose afresh.
+
+    All other rows are errors. `tape` is a NumPy or a JAX array.
+    """
     xp = np if isinstance(tape, np.ndarray) else jnp
     ordered = xp.sort(tape, axis=-1)
     different = (ordered[..., 1:] != ordered[..., :-1]).all(-1)

@@ -23,7 +23,7 @@ WIRES = get_args(Wire)
 
 
 class Formats(NamedTuple):
-    """What rows are quantised to before they travel. None: they travel as they are.
+    """The roles by which rows are quantised before they travel. None: they travel as they are.
 
     Attributes:
         rows: of the rows on their way to experts.
@@ -49,8 +49,8 @@ def is_kept(fmt: Format) -> bool:
 
 
 def formats_of(who: str, layers: Sequence[Layer] | None, dtype: Any, wire: Wire) -> Formats:
-    """What rows and gradients are quantised to before they travel: what the experts' layers read, where a decoded row
-    keeps its numbers, and otherwise MXFP8. What no layer quantises travels as it is.
+    """The formats of rows and gradients on their way: those that the experts' layers read, where a decoded row keeps
+    its numbers, and otherwise MXFP8. Tensors that no layer quantises travel as they are.
 
     Arguments:
         layers: those of the experts, down's last; None: they are not one function.
@@ -91,7 +91,7 @@ def _travelling(role: Role | None) -> Format | None:
 
 
 def _role(recipe: Recipe | None, name: str, gemm: str) -> Role | None:
-    """That of a GEMM's first operand, or None if it is not quantised."""
+    """The role of a GEMM's first operand, or None if it is not quantised."""
     if recipe is None:
         return None
     roles = recipe.roles(MODULE_TYPE, name)

@@ -1,5 +1,5 @@
-"""What config.json of a Hugging Face folder says about a decoder, checked: an option that changes the model's function
-and that this decoder does not have raises an error."""
+"""The configuration of a decoder, read from config.json of a Hugging Face folder and checked: an option that changes
+the model's function and that this decoder does not have raises an error."""
 
 from __future__ import annotations
 

@@ -75,12 +75,12 @@ class _Call:
 
 
 def _with_masters(of_values: Any, weights: Any) -> tuple[list[Any], list[Any]]:
-    """What holds for each value, and for the masters of the cast ones."""
+    """One item for each value, and again those of the weights that have a master."""
     return list(of_values), [v for v, w in zip(of_values, weights, strict=True) if w is not None and w.has_master]
 
 
 def _without_packed(given: list[Weight | None]) -> list[Weight | None]:
-    """The same without the packed ones, which enter the call as arrays."""
+    """The weights, with None for packed ones, which enter the call as arrays."""
     return [None if w is not None and w.packed else w for w in given]
 
 
@@ -135,12 +135,12 @@ class _Loop(_Call):
         return _without_packed(given)
 
     def _constant(self) -> list[bool]:
-        """Which carries the body returns as it got them."""
+        """Whether the body returns each carry as it got it."""
         inner = self.jaxpr
         return [inner.invars[self.first + i] is inner.outvars[i] for i in range(self.carries)]
 
     def _arguments(self, given: list[Any], changed: Callable[[Any], Any]) -> list[Any]:
-        """What the body gets, in its first round as in any other."""
+        """The body's arguments in every round: carries that it changes are `changed`."""
         arguments = list(given)
         for i, constant in enumerate(self._constant(), start=self.first):
             arguments[i] = arguments[i] if constant else changed(arguments[i])

@@ -1,4 +1,4 @@
-"""What parameters become together: stacked for a scan, concatenated for one product, masked, or computed from."""
+"""Parameters followed through a traced function: stacked for a scan, concatenated for one product, masked or computed."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def _selected(eqn: Any, weights: list[Weight | None], origins: Origins) -> Weigh
 
 
 def computed(eqn: Any, weights: list[Weight | None], origins: Origins) -> Weight | None:
-    """What an equation computes of parameters alone, such as one times a mask; None of any other equation."""
+    """The weight that an equation computes from parameters only, such as one times a mask; None for other equations."""
     if len(eqn.outvars) != 1 or not is_matrix(result := eqn.outvars[0].aval) or eqn.primitive.name.startswith(_WRITING):
         return None
     shape, parts = result.shape, []
@@ -124,7 +124,7 @@ class Step:
 
 @dataclasses.dataclass(frozen=True)
 class Flow:
-    """What becomes of the parameters among a jaxpr's arguments.
+    """The way of parameters from a jaxpr's arguments to its results.
 
     Attributes:
         results: the parameters that its results are.

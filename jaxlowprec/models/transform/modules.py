@@ -60,7 +60,7 @@ def closed(tree: Any) -> tuple[Any, list[tuple[Any, dict[Any, Any]]]]:
 
 
 def changes(made: list[tuple[Any, dict[Any, Any]]]) -> list[Any]:
-    """What a function changed of its modules: for each the state of the variables whose arrays are other ones now.
+    """Changes that a function made to its modules: for each the state of the variables whose arrays are other ones now.
 
     Raises:
         ValueError: the function gave a module other variables.

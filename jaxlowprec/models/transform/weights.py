@@ -1,4 +1,4 @@
-"""Which values of a traced function are parameters, perhaps moved, cut or cast."""
+"""Values of a traced function that are parameters, perhaps moved, cut or cast."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def is_matrix(aval: Any) -> bool:
 
 
 def moved(eqn: Any, weights: list[Weight | None]) -> list[Weight | None] | None:
-    """What the results of an equation that only moves, cuts or casts its operands are; None for any other equation."""
+    """The weights that are results of an equation that only moves, cuts or casts its operands; None for others."""
     name = eqn.primitive.name
     if name in _EACH and len(eqn.invars) == len(eqn.outvars):
         return list(weights)
@@ -161,7 +161,7 @@ def _cut(weight: Weight | None, before: Any, after: Any) -> Weight | None:
 
 
 def _split(eqn: Any, weight: Weight | None) -> list[Weight | None]:
-    """What the results of a split are."""
+    """The weights that are results of a split."""
     found, start = [], 0
     for size, result in zip(eqn.params["sizes"], eqn.outvars, strict=True):
         part = _cut(weight, eqn.invars[0].aval, result.aval)
@@ -173,7 +173,7 @@ def _split(eqn: Any, weight: Weight | None) -> list[Weight | None]:
 
 
 def _of_stack(eqn: Any, weight: Weight) -> Weight:
-    """What a layout primitive makes of a stack of parameters: the same stack, a part of it, or only their array."""
+    """The result of a layout primitive on a stack of parameters: the stack, a part of it, or only their array."""
     if weight.cuts is None or eqn.primitive.name in _KEEP_STACKS:
         return weight
     before, after, params = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape, eqn.params
@@ -190,7 +190,7 @@ def _of_stack(eqn: Any, weight: Weight) -> Weight:
 
 
 def part_of_stack(weight: Weight, start: int, stop: int) -> Weight:
-    """What a stack is from one of its parts to another; the part itself if it is one alone."""
+    """The stack of the parts from `start` to `stop`; the part itself if it is only one."""
     if stop - start == len(weight.parts):
         return weight
     if stop - start == 1:

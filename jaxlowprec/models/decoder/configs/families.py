@@ -274,7 +274,7 @@ def biased_experts(said: Said, *, scale: float, groups: tuple[int, int]) -> Expe
 
 
 def dense_first(said: Said, layers: int, default: int) -> tuple[bool, ...]:
-    """Which layers have experts: those after the first ones."""
+    """Whether each layer has experts: those after the first dense ones have."""
     said.only("moe_layer_freq", 1, "experts in every layer after the dense ones, 1")
     first = said.size("first_k_dense_replace", default, least=0)
     return tuple(i >= first for i in range(layers))
