@@ -1,4 +1,5 @@
-"""What each layer of a function computed, and how two such traces differ: of two recipes, programs or platforms."""
+"""Traces of the tensors that each layer of a function computed, and the differences of two traces: of two recipes,
+programs or platforms."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ _LOSS = ""  # the layer of the function's own result
 
 @dataclasses.dataclass(frozen=True)
 class Trace:
-    """What the layers of a function computed, in the order in which they were called.
+    """Sketches of the tensors that a function's layers computed, in the order of the calls.
 
     Attributes:
         layers: by name, float32 [3, 2, 1027]: of input, weight and result, and of their gradients, how many elements

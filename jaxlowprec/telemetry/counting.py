@@ -1,4 +1,4 @@
-"""What quantisation did to a tensor, as one vector, from the counts and sums of `ops.statistics`.
+"""The statistics of a quantised tensor as one vector, from the counts and sums of `ops.statistics`.
 
 All numbers are those of a whole array where it is split over devices: JAX sees to that on a mesh, and within
 `jax.shard_map` sums are taken over the given axes.
@@ -59,7 +59,7 @@ class Over(NamedTuple):
 
 
 class Source(NamedTuple):
-    """What is known of an array before it was quantised; all its quantised forms share it.
+    """Statistics of an array before it is quantised; all its quantised forms share them.
 
     Attributes:
         amax, rms: see `Statistics`.
@@ -74,7 +74,7 @@ class Source(NamedTuple):
 
 
 def source(x: jax.Array, axes: tuple[Hashable, ...] = (), sizes: jax.Array | None = None) -> Source:
-    """What is known of an array without its quantised forms.
+    """The statistics of an array that do not depend on its quantised forms.
 
     Arguments:
         axes: those of `jax.shard_map` that split it.
@@ -137,7 +137,7 @@ def _sums(x: jax.Array, q: QuantizedArray, unit: jax.Array) -> jax.Array:
 
 
 def _sums_of_int4(x: jax.Array, q: QuantizedArray, unit: jax.Array) -> jax.Array:
-    """The same by the reference: codes have zero points."""
+    """The sums of an INT4 array by the reference, because its codes have zero points."""
     if q.axis == -2:
         x, q = jnp.swapaxes(x, -1, -2), q.mT
     limits = [dataclasses.replace(q, data=jnp.full_like(q.data, byte)) for byte in (0xFF, 0x00)]

@@ -1,4 +1,4 @@
-"""What a layer's product measures of itself on the steps that are recorded."""
+"""Measurements of a layer's product, on the steps that are recorded."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from jaxlowprec.telemetry.sampling import Gemm, RowsByWeights, WithinGroups, cod
 
 
 class Kept(NamedTuple):
-    """What the GEMMs of the backward pass need of the forward pass: columns of x and rows of w, as lines, or None."""
+    """Lines of the forward pass that the GEMMs of the backward pass measure: columns of x and rows of w, or None."""
 
     x: jax.Array | None
     w: jax.Array | None
 
 
 class Seen(NamedTuple):
-    """What a layer's forward pass, or its backward pass, has to be measured.
+    """Tensors and GEMMs of one pass that telemetry measures.
 
     Attributes:
         tensors: by name (see `TENSORS`), an array and what it was quantised to, or None.
@@ -47,7 +47,7 @@ def measure(
     requantize: Callable[[Roles, str, jax.Array], Quantized | None],
     sizes: jax.Array | None = None,
 ) -> tuple[dict[str, jax.Array], Kept]:
-    """What quantisation did to a layer, by label, and the lines that are kept; zeros on steps that are not measured.
+    """The statistics of a layer, by label, and the lines for the backward pass; zeros on steps that are not measured.
 
     All of it is in one conditional: between measured steps it costs what that costs.
 
@@ -69,7 +69,7 @@ def measure(
 
 
 def _counted(probe: Probe, tensors: Any, requantize: Callable[..., Any], sizes: Any) -> dict[str, jax.Array]:
-    """What quantisation did to tensors: by label, float32 [len(TENSORS), LENGTH], zeros for the others."""
+    """The statistics of tensors: by label, float32 [len(TENSORS), LENGTH], zeros for the others."""
     forms = {AS_TRAINED: {name: q for name, (_, q) in tensors.items()}}
     for label, roles in probe.what_if:
         forms[label] = {name: requantize(roles, name, x) for name, (x, _) in tensors.items()}
@@ -90,7 +90,7 @@ def _counted(probe: Probe, tensors: Any, requantize: Callable[..., Any], sizes: 
 
 
 def _sampled(probe: Probe, gemms: Any, weight: QuantizedArray | None) -> dict[str, jax.Array]:
-    """What samples of a layer's GEMMs and of its quantised weight show, by label; zeros for the other GEMMs."""
+    """Samples of a layer's GEMMs (their errors) and of its quantised weight (its codes), by label; zeros for others."""
     errors, sampled = (jnp.zeros_like(probe.state[label]) for label in (GEMM_ERRORS, WEIGHT_CODES))
     for name, gemm in gemms.items():
         found = jnp.stack([jnp.float32(1), gemm.error(wiring.further_axes(gemm.a.x, errors))])

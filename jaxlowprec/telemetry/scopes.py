@@ -20,7 +20,7 @@ from jaxlowprec.recipes.roles import Recipe
 
 
 class Scope:
-    """What such a block hands to its layers.
+    """The settings that a `with` block hands to its layers.
 
     Attributes:
         place: within `stacked`, the index and the size; otherwise None.
@@ -29,7 +29,7 @@ class Scope:
     place: tuple[Any, int] | None = None
 
     def at(self, index: Any, of: int) -> Self:
-        """The same with a place in a stack."""
+        """A copy with a place in a stack."""
         other = copy.copy(self)
         other.place = index, of
         return other
@@ -122,7 +122,7 @@ class Choices(Scope):
         return None if self.key is None else jax.random.fold_in(self.key, zlib.crc32(name.encode()))
 
     def compute(self, name: str, with_recipe: Callable[[Recipe | None], Callable[..., Any]], *operands: Any) -> Any:
-        """What the layer computes under the recipe that is chosen for it."""
+        """Computes the layer under the recipe that is chosen for it."""
         chosen = self.chosen[name] if self.chosen is not None else 0
         if isinstance(chosen, int):
             return with_recipe(self.recipes[chosen])(*operands)
@@ -130,7 +130,7 @@ class Choices(Scope):
 
 
 class Inputs(NamedTuple):
-    """What a layer read.
+    """Second moments of a layer's inputs.
 
     Attributes:
         squares: the sum of x^T x, float32 [K, K]; of rows in groups [E, K, K].
@@ -174,7 +174,7 @@ class SecondMoments(Scope):
 
 
 def added(a: Inputs, b: Inputs) -> Inputs:
-    """What a layer read in two calls; arrays of JAX or numpy."""
+    """The sum of a layer's inputs of two calls; arrays of JAX or numpy."""
     largest = jnp.maximum(a.amax, b.amax)
     return Inputs(a.squares + b.squares, a.rows + b.rows, largest)
 

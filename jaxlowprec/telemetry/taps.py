@@ -1,4 +1,4 @@
-"""What each layer computed, small enough to keep and to compare: sketches of its tensors and of their gradients.
+"""Sketches of each layer's tensors and of their gradients, small enough to keep and to compare.
 
 A sketch of x is a product of x by a fixed matrix of random signs, so that norm(sketch(x) - sketch(y)) is near
 norm(x - y). It leaves a step as telemetry's statistics do: as the gradient of a state.
@@ -22,7 +22,7 @@ SKETCH = 1024
 """Numbers in a sketch: relative errors come out within some 4 % of themselves."""
 
 COUNTS = 3
-"""What comes before it: how many elements are infinite or NaN, in how many calls, of how many."""
+"""The numbers before a sketch: elements that are infinite or NaN, the calls that have some, and all calls."""
 
 LENGTH = COUNTS + SKETCH
 
