@@ -91,7 +91,7 @@ def render(report: Report, options: argparse.Namespace) -> list[str]:
 
 
 def _of_calibration(found: Calibrated) -> list[str]:
-    """What a calibration found, as lines of text."""
+    """The results of a calibration, as lines of text."""
     lines = [
         f"calibrated by {found.calibration_tokens} tokens; perplexity of {found.held_out_tokens} others: "
         f"{found.perplexity_before:.4g} before, {found.perplexity_after:.4g} after",

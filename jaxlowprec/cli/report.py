@@ -70,7 +70,7 @@ def add_limits(parser: argparse.ArgumentParser) -> None:
 
 
 def limits_of(options: argparse.Namespace) -> Limits:
-    """What counts as a finding."""
+    """The limits beyond which a statistic is a finding."""
     values = {}
     for given in options.limit:
         name, _, value = given.partition("=")

@@ -118,7 +118,7 @@ def lines(run: Run, limits: Limits, count: int) -> list[str]:
 
 
 def _shown(run: Run, limits: Limits, count: int) -> list[Any]:
-    """The same for a terminal, in colours."""
+    """The table for a terminal, in colours."""
     from rich.table import Table
     from rich.text import Text
 

@@ -146,7 +146,7 @@ class _Work:
         return decoded
 
     def report(self) -> Calibrated:
-        """What was found, after the last layer."""
+        """The results of the calibration, after the last layer."""
         targets = self._prepared.rows.held_out[:, 1:]
         before, after = (
             float(np.exp(negative_log_likelihood(self._ends, hidden, targets)))
@@ -170,7 +170,7 @@ def _check(plan: Plan) -> None:
 
 
 class Read(NamedTuple):
-    """What a linear read: the mean of x^T x, float32 [K, K], and the largest magnitude; of all experts together."""
+    """The inputs of a linear: the mean of x^T x, float32 [K, K], and the largest magnitude, of all experts together."""
 
     moments: np.ndarray
     amax: float
@@ -189,7 +189,7 @@ class _Moments:
             self._sums[linear] = new if held is None else added(held, new)
 
     def of(self, weight: str, inputs: Mapping[str, str]) -> Read | None:
-        """What was read as a weight's inputs; None if there were none."""
+        """The inputs by which a weight was multiplied; None if there were none."""
         expert = _EXPERT.fullmatch(weight)
         linear = inputs.get(weight) or (inputs.get(f"{expert[1]}{EXPERT}{expert[3]}") if expert else None)
         if linear is None or linear not in self._sums:

@@ -21,16 +21,16 @@ from jaxlowprec.checkpoints.schemes.codes import E2M1, pack_bytes
 from jaxlowprec.checkpoints.schemes.nvfp4 import decode_scale
 
 _SHRUNK = np.linspace(1.0, 0.6, 21, dtype=np.float32)
-"""What a range is multiplied by in the search of an INT4 scale: clipping the largest weights may help the others."""
+"""Factors of a range that the search of an INT4 scale tries: clipping the largest weights may help the others."""
 
 _OF_NVFP4 = np.asarray([1.0, 1.5, 0.75, 0.8, 0.85, 0.9, 0.95, 1.05, 1.1, 1.2, 1.35], np.float32)
-"""What an NVFP4 block's scale is multiplied by in the search; 1.5 is the scale for which the largest weight is a 4."""
+"""Factors of an NVFP4 block's scale that the search tries; by 1.5 the largest weight becomes a 4."""
 
 _LEAST_SCALE = np.float32(1e-5)
 
 
 class Fitted(NamedTuple):
-    """What scales the rows of a block.
+    """The scales of a block's rows.
 
     Attributes:
         scale: as it is stored, [N].
@@ -68,7 +68,7 @@ class Grid(abc.ABC):
 
     @abc.abstractmethod
     def numbers(self, codes: np.ndarray, fitted: Fitted) -> np.ndarray:
-        """What codes [N, ...] stand for, float32."""
+        """The numbers that codes [N, ...] stand for, float32."""
 
     @abc.abstractmethod
     def array(self, codes: np.ndarray, fitted: list[Fitted], dtype: Any) -> QuantizedArray:
@@ -151,7 +151,7 @@ class NVFP4Grid(Grid):
 
     @property
     def _unit(self) -> np.float32:
-        """What a block scale of 1 stands for."""
+        """The number that a block scale of 1 stands for."""
         return decode_scale(np.float32(self.amax))
 
     def _of_scale(self, wanted: np.ndarray) -> Fitted:

@@ -52,7 +52,7 @@ _OTHER_CONFIGS = (MODELOPT_FILE, GPTQ_FILE, "quant_config.json")
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """What a conversion did, or would do.
+    """The outcome of a conversion, or of its plan.
 
     Attributes:
         scheme: the format that weights were converted to, or from.
@@ -87,7 +87,7 @@ class Report:
 
     @classmethod
     def of_plan(cls, plan: Plan, scheme: str | None = None) -> Report:
-        """What a plan says, before it is carried out.
+        """The report of a plan, before it is carried out.
 
         Arguments:
             plan: the plan.

@@ -187,7 +187,7 @@ def error_of(decoded: np.ndarray, reference: np.ndarray) -> WeightError:
 
 
 def error_of_parts(pairs: Iterable[tuple[np.ndarray, np.ndarray]]) -> WeightError:
-    """As `error_of`, for the parts of two arrays."""
+    """`error_of` of two arrays that come in parts."""
     signal: Any = np.float64(0)
     noise: Any = np.float64(0)
     largest = np.float64(0)

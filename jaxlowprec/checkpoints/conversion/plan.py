@@ -144,7 +144,7 @@ def output_specs(scheme: Scheme, module: str, spec: TensorSpec) -> dict[str, Ten
 
 @dataclasses.dataclass(frozen=True)
 class Calibrated:
-    """What a calibration found.
+    """The results of a calibration.
 
     Attributes:
         perplexity_before, perplexity_after: of the source and of the quantised model, on text that it was not
@@ -172,7 +172,7 @@ class Prepared(Protocol):
 
     @property
     def options(self) -> dict[str, Any]:
-        """What says whether two calibrations give the same bytes, for JSON."""
+        """The options that decide the bytes of a calibration, for JSON."""
 
     def choose(
         self, plan: Plan, source: CheckpointFolder, destination: pathlib.Path, done: Callable[[int], None]

@@ -46,7 +46,7 @@ KINDS = {
     MULTI_TOKEN_PREDICTION: "multi-token prediction's projections",
     INDEXERS: "sparse attention's indexers",
 }
-"""What each default rule is for."""
+"""The kind of modules that each default rule is for."""
 
 DEFAULTS = tuple(KINDS)
 """For Llama, Qwen, Mixtral, DeepSeek and GLM models, with vision and multi-token prediction, and similar names."""
@@ -66,7 +66,7 @@ _EXPERT = re.compile(r"(?s)(.*\.experts)\.[0-9]+(\..+)")
 
 @dataclasses.dataclass(frozen=True)
 class Rules:
-    """Which modules are left alone.
+    """Rules that say which modules are left alone.
 
     Attributes:
         ignore: rules from the user: modules that match are left alone.

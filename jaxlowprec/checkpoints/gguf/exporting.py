@@ -83,7 +83,7 @@ class _Piece:
 
 @dataclasses.dataclass(frozen=True)
 class _Model:
-    """What is to be exported: the folder, its config and family, and its quantised modules."""
+    """The model to export: the folder, its config and family, and its quantised modules."""
 
     folder: CheckpointFolder
     config: Config

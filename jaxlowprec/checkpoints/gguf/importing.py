@@ -47,7 +47,7 @@ _FLOATS = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 
 @dataclasses.dataclass(frozen=True)
 class _Model:
-    """What is imported: the file, its family and config, the dtype of plain tensors, and the scheme that is kept."""
+    """The model to import: the file, its family and config, the dtype of plain tensors, and the scheme that is kept."""
 
     file: GGUFFile
     architecture: Architecture

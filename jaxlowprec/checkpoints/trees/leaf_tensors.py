@@ -124,7 +124,7 @@ class LeafTensors:
 
 @dataclasses.dataclass(frozen=True)
 class Placed:
-    """What leaves hold of one tensor, as a rule's layout places it there.
+    """A tensor in the leaves that hold it, as a rule's layout places it there.
 
     Attributes:
         group: the leaves and their rule.
@@ -262,7 +262,7 @@ def contiguous(array: np.ndarray) -> np.ndarray:
 
 
 def about(path: str, work: Callable[[], T]) -> T:
-    """What `work()` returns. Its ValueErrors get the name of the leaf.
+    """Calls `work`. Its ValueErrors get the name of the leaf.
 
     >>> about("up.kernel", lambda: int("x"))
     Traceback (most recent call last):

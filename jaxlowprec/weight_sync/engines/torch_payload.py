@@ -84,7 +84,7 @@ def _metadata(placed: Placed) -> bytes:
 
 
 def _saved_storage(data: bytes) -> bytes:
-    """What `torch.save` makes of a storage in its format without a zip archive."""
+    """A storage in the format of `torch.save` without a zip archive."""
     key = "0"
     place = (_plain(part) for part in (key, "cpu", len(data), None))  # the last: it is not a view
     storage = b"(" + _plain("storage") + _global("torch.ByteStorage") + b"".join(place) + b"tQ"

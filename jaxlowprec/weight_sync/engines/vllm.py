@@ -24,7 +24,7 @@ from jaxlowprec.weight_sync.versions import said_version
 
 WITHOUT = "needs a vLLM server that was started with VLLM_SERVER_DEV_MODE=1, and its URL without a path such as /v1"
 Mode = Literal["abort", "wait", "keep"]
-"""What happens to running requests while weights change."""
+"""The fate of running requests while weights change."""
 
 
 class VLLM(DiskEngine):

@@ -40,13 +40,13 @@ class Listen:
 
 @dataclasses.dataclass(frozen=True)
 class Load:
-    """Which version to load: the body of vLLM's `/update_weights`."""
+    """The version to load: the body of vLLM's `/update_weights`."""
 
     version: int
 
 
 class Inbox:
-    """What a worker has received. It listens from `listen` to `close`.
+    """The versions that a worker has received. It listens from `listen` to `close`.
 
     >>> Inbox().arrays(3)
     Traceback (most recent call last):

@@ -26,7 +26,7 @@ _CLEANING = 1.0  # seconds for abort and for resume if a receiver's time is over
 
 @dataclasses.dataclass(frozen=True)
 class Delivery:
-    """Which receivers have a version.
+    """The receivers that have a version, and those that failed.
 
     Attributes:
         version: the version.

@@ -142,7 +142,7 @@ def _to_all(part: WeightSource, version: int, names: list[str], pushing: Pushing
 
 
 def _code(error: Exception | None, version: int) -> int:
-    """What other processes learn of a receiver."""
+    """The code by which other processes learn the state of a receiver."""
     return version if error is None else _REFUSED if isinstance(error, Refused) else _FAILED
 
 
@@ -156,7 +156,7 @@ def _of_all(own: Exception | None, codes: Sequence[int]) -> Exception | None:
 
 
 def _part(tree: Any) -> WeightSource:
-    """What this process sends."""
+    """The shards of a tree that this process sends."""
     source = WeightSource(tree)
     process = jax.process_index()
     return part_of(source.manifest, _own_shards(source, process), process, jax.process_count())
