@@ -49,7 +49,7 @@ from jaxlowprec.layers.residuals import (
 )
 from jaxlowprec.layers.rows import AllRows, RowsInGroups
 from jaxlowprec.ops.activations import api as ops
-from jaxlowprec.ops.activations.reference import RULES
+from jaxlowprec.ops.activations.reference import NAMED_ACTIVATIONS
 from jaxlowprec.ops.amax import Amaxes
 from jaxlowprec.ops.quantize.api import quantize
 from jaxlowprec.wiring.sharding_rule import resharded, sharding_of
@@ -116,21 +116,21 @@ def _activation_gradients(
     operands: Sequence[jax.Array],
     dy: jax.Array,
     wanted: Amaxes | None = None,
-    sums: bool = False,
+    row_sums: bool = False,
 ) -> dict[str, Any]:
     """The gradient of each operand, its amaxes as `both_ways` takes them, and its sum over rows if that is wanted: what
     `backward_of_all` takes of products that gave the operands. None: not known."""
     with in_profiles("activation gradient"):
         if callable(activation):
             return {"dys": jax.vjp(activation, *operands)[1](dy)}
-        gradients, amaxes, found = ops.activation_gradients(activation, dy, operands, wanted, sums=sums)
+        gradients, amaxes, found = ops.activation_gradients(activation, dy, operands, wanted, row_sums=row_sums)
         gradients = [resharded(g, sharding_of(x)) for g, x in zip(gradients, operands, strict=True)]
-        return {"dys": gradients, "amaxes": list(map(for_both_ways, amaxes)), "sums": found or None}
+        return {"dys": gradients, "amaxes": list(map(for_both_ways, amaxes)), "row_sums": found or None}
 
 
 def operands_of(activation: str) -> int:
     """How many operands a named activation has."""
-    return 2 if RULES[activation].gated else 1
+    return 2 if NAMED_ACTIVATIONS[activation].gated else 1
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -239,7 +239,7 @@ def _gradients_of_hidden(
         return {"dys": _activation_gradients(spec.activation, hidden, da)["dys"]}
     first, biased = spec.hidden[0], any(product.dtype_markers[1] is not None for product in kept)
     wanted = amaxes_of_gradient(first) or Amaxes(plain=False, rows_split=first.rows_split)
-    return _activation_gradients(spec.activation, hidden, da, wanted, sums=biased)
+    return _activation_gradients(spec.activation, hidden, da, wanted, row_sums=biased)
 
 
 def _hidden_again(spec: MlpSpec, of_hidden: Any) -> Sequence[jax.Array]:

@@ -21,7 +21,7 @@ from jaxlowprec.arguments import as_array, shown
 from jaxlowprec.arrays.formats import BLOCK
 from jaxlowprec.arrays.quantized_array import QuantizedArray
 from jaxlowprec.layers import delayed_scaling, weight_only
-from jaxlowprec.layers.layer_call import LayerCall, Prepared, layer_call, randomness_of
+from jaxlowprec.layers.layer_call import LayerCall, PreparedProduct, layer_call, randomness_of
 from jaxlowprec.layers.linear import features_of
 from jaxlowprec.layers.measured import measured_weight
 from jaxlowprec.layers.product import GemmOperands, GemmSpec, QuantizedKernel
@@ -37,7 +37,7 @@ from jaxlowprec.layers.residuals import (
 )
 from jaxlowprec.layers.rows import RowsInGroups
 from jaxlowprec.layers.watched import watched
-from jaxlowprec.layers.weight_only import Served, quantize_weight, through_estimator
+from jaxlowprec.layers.weight_only import WeightServing, quantize_weight, through_estimator
 from jaxlowprec.ops.checks import a_sharding, float_array, float_dtype, wider_dtype
 from jaxlowprec.ops.grouped_matmul.groups import LEAST_TOO_LARGE, cut_to_rows
 from jaxlowprec.ops.grouped_matmul.plain import rows_product
@@ -192,7 +192,7 @@ def prepared_groups(
     sizes: jax.Array,
     dtype: Any,
     out_sharding: Any = None,
-) -> Prepared:
+) -> PreparedProduct:
     """A product in which rows and weights are quantised. x may be abstract. Sums over devices are in float32."""
     call.check_quantized(kernels)
     roles = checked_roles(call)
@@ -205,7 +205,7 @@ def prepared_groups(
     silence.warn_once(call.who, recipe, silence.of_roles(roles, recipe.backward_override), depth=2)
     product = call.accumulated(GemmOperands(kernels, bias, randomness, call.quantized, sizes=sizes))
     used, state = call.used_state(call.quantized if kernels is None else kernels)
-    return Prepared(spec, product, (used, _probe(call.who, call.name)), state)
+    return PreparedProduct(spec, product, (used, _probe(call.who, call.name)), state)
 
 
 def ragged_dot(
@@ -325,7 +325,7 @@ class WeightOnlyGroupsSpec:
         precision: precision of the backward GEMMs, checked; the forward GEMM always has float32 sums.
     """
 
-    served: Served
+    served: WeightServing
     out_dtype: Any
     shardings: tuple[Any, Any, Any]
     precision: Any

@@ -21,7 +21,7 @@ from jaxlowprec.arguments import a_text, shown
 from jaxlowprec.arrays.formats import Format
 from jaxlowprec.arrays.quantized_array import QuantizedArray, check_quantized
 from jaxlowprec.layers import delayed_scaling, weight_only
-from jaxlowprec.layers.accumulating import Sum, sum_for
+from jaxlowprec.layers.accumulating import Total, total_for
 from jaxlowprec.layers.operands import weight_both_ways
 from jaxlowprec.layers.product import GemmOperands, GemmSpec, QuantizedKernel, States
 from jaxlowprec.layers.quantized_matmul import quantized_matmuls, recording
@@ -39,7 +39,7 @@ from jaxlowprec.telemetry import probes
 from jaxlowprec.wiring.sharding_rule import dimensions_of, resharded, sharding_of, sharding_of_product
 
 
-class Prepared(NamedTuple):
+class PreparedProduct(NamedTuple):
     """The arguments of a product whose operands are quantised.
 
     Attributes:
@@ -78,7 +78,7 @@ class LayerCall:
     quantized: QuantizedKernel | None
     state: delayed_scaling.State | None
     precision: Any
-    total: Sum | None = None
+    total: Total | None = None
     kind: str = "linear"
     layouts: tuple[Callable[[jax.Array], jax.Array], ...] = ()
 
@@ -158,7 +158,9 @@ class LayerCall:
             (y,), _ = quantized_matmuls((prepared.spec,), x, (product,), (prepared.states,))
         return y, prepared.state
 
-    def prepared(self, x: Any, w: jax.Array | None, bias: jax.Array | None, result: tuple[Any, Any, bool]) -> Prepared:
+    def prepared(
+        self, x: Any, w: jax.Array | None, bias: jax.Array | None, result: tuple[Any, Any, bool]
+    ) -> PreparedProduct:
         """The product in which input and weight are quantised. x may be abstract.
 
         `result`: its dtype, its sharding in explicit mode, and `rows_split`, see `matmul`.
@@ -183,7 +185,7 @@ class LayerCall:
         of_sums = sum_randomness(self.who, recipe.sums, self.key, (*x.shape[-1:], *weight.shape[-1:]), self.name)
         sources: Any = {"signs": signs, "of_weight": of_weight, "of_sums": of_sums}
         product = GemmOperands(w, bias, randomness, self.quantized, **sources)
-        return Prepared(spec, self.accumulated(product), states, state)
+        return PreparedProduct(spec, self.accumulated(product), states, state)
 
     def laid_out(self, layout: Callable[[jax.Array], jax.Array]) -> LayerCall:
         """The call of a layer whose product takes `layout` of its kernel, a linear function of it.
@@ -285,7 +287,7 @@ def layer_call(
         check_kernel(who, quantized)
     own = resolve(who, recipe, name)
     if not isinstance(kernel, QuantizedArray):
-        return kernel, LayerCall(who, name, own, key, quantized, state, precision, sum_for(kernel), kind)
+        return kernel, LayerCall(who, name, own, key, quantized, state, precision, total_for(kernel), kind)
     if quantized is not None:
         raise ValueError(f"{who}: kernel is quantised and quantized_kernel= is given; needs one of them")
     weight_only.check_loaded(who, name, kernel, resolve(who, recipe))

@@ -39,7 +39,7 @@ from jaxlowprec.layers.rows import AllRows, RowsInGroups
 from jaxlowprec.ops.amax import Amaxes
 from jaxlowprec.ops.amax import amax as tensor_amax
 from jaxlowprec.ops.quantize.random_bits import Randomness, further_words
-from jaxlowprec.ops.sums.kinds import Summed, draws
+from jaxlowprec.ops.sums.kinds import SumOverDevices, draws
 from jaxlowprec.recipes.fields import Sums
 from jaxlowprec.recipes.roles import Role
 from jaxlowprec.recipes.transformer_engine import DelayedScaling
@@ -94,12 +94,12 @@ class GemmSpec(Gemms):
     rows_split: bool
     precision: Any = None
 
-    def summed(self, gemm: str, source: Randomness | None, operand: Any) -> Summed:
-        """The sum over devices of a GEMM's partial results, see `summed`. `operand`: its first one."""
-        return summed(self.sums, gemm, source, operand)
+    def sum_over_devices(self, gemm: str, source: Randomness | None, operand: Any) -> SumOverDevices:
+        """The sum over devices of a GEMM's partial results, see `sum_over_devices`. `operand`: its first one."""
+        return sum_over_devices(self.sums, gemm, source, operand)
 
 
-def summed(sums: Sums, gemm: str, source: Randomness | None, operand: Any) -> Summed:
+def sum_over_devices(sums: Sums, gemm: str, source: Randomness | None, operand: Any) -> SumOverDevices:
     """The sum over devices of a GEMM's partial results.
 
     Arguments:
@@ -108,10 +108,10 @@ def summed(sums: Sums, gemm: str, source: Randomness | None, operand: Any) -> Su
     """
     kind = getattr(sums, gemm)
     if not draws(kind):
-        return Summed(kind)
+        return SumOverDevices(kind)
     assert source is not None
     words = source.words_for(lambda: _largest_scale(operand))
-    return Summed(kind, further_words(words, _STREAM_OF_SUMS[gemm]))
+    return SumOverDevices(kind, further_words(words, _STREAM_OF_SUMS[gemm]))
 
 
 _STREAM_OF_SUMS = {"fprop": 9, "dgrad": 10, "wgrad": 11}
@@ -162,7 +162,7 @@ class GemmOperands(NamedTuple):
         signs: the source of the signs with which wgrad's operands are rotated, if they are drawn. Products that share
             their input use the first one's.
         of_weight: the source of what the kernel draws, see `weight_both_ways`.
-        of_sums: the source of what sums over devices draw, see `GemmSpec.summed`.
+        of_sums: the source of what sums over devices draw, see `GemmSpec.sum_over_devices`.
     """
 
     w: Any
@@ -195,7 +195,8 @@ class SavedForBackward(NamedTuple):
         w: the kernel as dgrad reads it.
         dtype_markers: those of the kernel and of the bias, see `dtype_marker`.
         randomness, total, sizes, signs, of_sums: see `GemmOperands`.
-        state, telemetry: the state of delayed scaling and the `Measured` of telemetry after the forward pass, or None.
+        state: of delayed scaling after the forward pass, or None.
+        telemetry: the `ForwardMeasurements`, or None.
     """
 
     w: Any
@@ -269,7 +270,7 @@ def fprop(spec: GemmSpec, given: QuantizedInput, product: GemmOperands, state, *
             w_row, w_column = weight_both_ways(w, row, column, **options)
     with in_profiles("fprop"):
         if spec.fprop:
-            sums = spec.summed("fprop", product.of_sums, given.rowwise)
+            sums = spec.sum_over_devices("fprop", product.of_sums, given.rowwise)
             y = rows.by_weight(given.rowwise, w_column.mT, product.bias, spec.out_dtype, spec.out_sharding, sums)
         else:
             w = (w if w is not None else w_column.dequantize()).astype(given.x.dtype)
@@ -334,7 +335,7 @@ def _quantized_gradient(spec: GemmSpec, kept: SavedForBackward, x, w, dy, amaxes
     return rows.both_ways(dy, row, column, sign_key=signs, row_sign_key=row_signs, **options)
 
 
-def backward(spec: GemmSpec, x, kept: SavedForBackward, dy, dx_dtype, *, amaxes=None, quantized=None, sums=None):
+def backward(spec: GemmSpec, x, kept: SavedForBackward, dy, dx_dtype, *, amaxes=None, quantized=None, row_sums=None):
     """The gradients of the input and of the product's arguments, and what goes to its states.
 
     Arguments:
@@ -342,7 +343,7 @@ def backward(spec: GemmSpec, x, kept: SavedForBackward, dy, dx_dtype, *, amaxes=
         dx_dtype: the dtype of the input's gradient.
         amaxes: those of `amaxes_of_gradient`, if they are known.
         quantized: dy row- and columnwise, if nothing else is read of it; dy then is None.
-        sums: of dy over rows, float32, if they are known.
+        row_sums: of dy, float32, if they are known.
     """
     w, (like_w, like_bias), _, total, sizes, state, found, _, of_sums = kept
     x, w = read((x, w))
@@ -356,14 +357,14 @@ def backward(spec: GemmSpec, x, kept: SavedForBackward, dy, dx_dtype, *, amaxes=
     # JAX does not check these dtypes: they must be those of the primals.
     with in_profiles("dgrad"):
         if spec.dgrad:
-            dx = rows.by_weight(dy_row, w, None, dx_dtype, x_sharding, spec.summed("dgrad", of_sums, dy_row))
+            dx = rows.by_weight(dy_row, w, None, dx_dtype, x_sharding, spec.sum_over_devices("dgrad", of_sums, dy_row))
         else:
             dx = rows.plain_by_weight(dy, jnp.swapaxes(decoded(w, dy.dtype), -1, -2), dx_dtype, x_sharding)
     dw = None
     with in_profiles("wgrad"):
         dtype = None if like_w is None else like_w.dtype if total is None else jnp.float32
         if like_w is not None and spec.wgrad:
-            dw = rows.wgrad(x, dy_column, dtype, w_sharding, total, spec.summed("wgrad", of_sums, dy_column))
+            dw = rows.wgrad(x, dy_column, dtype, w_sharding, total, spec.sum_over_devices("wgrad", of_sums, dy_column))
         elif like_w is not None:
             dw = rows.plain_wgrad(x, dy, dtype, w_sharding)
             dw = dw if total is None else total + dw
@@ -371,7 +372,7 @@ def backward(spec: GemmSpec, x, kept: SavedForBackward, dy, dx_dtype, *, amaxes=
         state = recorded(spec.delayed, state, "output_grad", rows.amax(dy))
     if found is not None:
         found = measured_backward(found, (x, w), dy, (dy_row, dy_column), spec.rows_split, sizes)
-    dbias = rows.bias_gradient(dy, like_bias, bias_sharding, sums)
+    dbias = rows.bias_gradient(dy, like_bias, bias_sharding, row_sums)
     gradients = GemmOperands(dw, dbias, None, None) if total is None else GemmOperands(None, dbias, None, None, dw)
     return dx, gradients, (state, found)
 
@@ -411,7 +412,7 @@ def backward_of_all(
     The gradient of the input is summed in float32 and rounded once.
 
     Arguments:
-        known: what is known of the gradients: `amaxes`, `quantized`, `sums`, see `backward`; for each, or None.
+        known: what is known of the gradients: `amaxes`, `quantized`, `row_sums`, see `backward`; for each, or None.
     """
     dtype = like_x.dtype if len(specs) == 1 else jnp.float32
     own = [{name: values[i] for name, values in known.items() if values is not None} for i in range(len(specs))]

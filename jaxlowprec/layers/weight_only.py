@@ -46,7 +46,7 @@ from jaxlowprec.telemetry.probes import Probe
 from jaxlowprec.wiring.sharding_rule import sharding_of
 
 
-class Served(NamedTuple):
+class WeightServing(NamedTuple):
     """How a weight is served, and how its gradient reaches the master weight.
 
     Attributes:
@@ -60,12 +60,12 @@ class Served(NamedTuple):
     served_dtype: str | None
 
 
-def served_by(loaded: QuantizedArray | None, roles: Roles | None) -> Served:
+def served_by(loaded: QuantizedArray | None, roles: Roles | None) -> WeightServing:
     """How a recipe's roles serve a weight; without roles it was loaded."""
     if roles is None or roles.weight is None or roles.ste is None:
         assert loaded is not None
-        return Served(loaded.format, "identity", None)
-    return Served(roles.weight.format, roles.ste, roles.served_dtype)
+        return WeightServing(loaded.format, "identity", None)
+    return WeightServing(roles.weight.format, roles.ste, roles.served_dtype)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,7 +79,7 @@ class _WeightOnlySpec:
         precision: precision of the backward GEMMs, checked; the forward GEMM always has float32 sums.
     """
 
-    served: Served
+    served: WeightServing
     out_dtype: Any
     shardings: tuple[Any, Any, Any]
     out_sharding: Any
@@ -92,7 +92,7 @@ def matmul(
     w: Float[Array, "*B K N"] | None,
     bias: Float[Array, "N"] | None,
     q: QuantizedArray | None,
-    served: Served,
+    served: WeightServing,
     result: tuple[Any, Any, bool],
     precision: Any,
     *,
@@ -143,7 +143,7 @@ def rounded_to(w: jax.Array, served_dtype: str | None) -> jax.Array:
     return w if served_dtype is None else narrowed(w.astype(jnp.float32), jnp.dtype(served_dtype)).astype(served_dtype)
 
 
-def through_estimator(dw: jax.Array, w: jax.Array, served: Served) -> jax.Array:
+def through_estimator(dw: jax.Array, w: jax.Array, served: WeightServing) -> jax.Array:
     """The gradient of the master weight w from that of its quantised form, in the gradient's dtype."""
     as_served = rounded_to(w, served.served_dtype).astype(jnp.float32)
     _, estimator = jax.vjp(lambda w: fake_quantize(w, served.format, -2, served.ste), as_served)

@@ -84,7 +84,7 @@ class Epilogue:
         return [y.astype(self.out_dtype)] + ([before.astype(self.out_dtype)] if self.pre_activation else [])
 
     @property
-    def sums_only(self) -> Epilogue:
+    def accumulators_only(self) -> Epilogue:
         """An epilogue that does nothing, for partial sums that are added up later."""
         return Epilogue(False, False, None, False, jnp.dtype("float32"))
 

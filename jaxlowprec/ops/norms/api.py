@@ -210,7 +210,7 @@ def normed(
     weight: jax.Array,
     residual: jax.Array | None = None,
     beta: jax.Array | None = None,
-) -> Normed:
+) -> NormResult:
     """The norm, and the amaxes of it that the spec wants, without a pass over it and without a derivative: for linears,
     which call this inside of their own.
 
@@ -228,10 +228,10 @@ def normed(
     results = norm_op(dataclasses.replace(spec, amaxes=amaxes))(*rows, *parameters)
     count = len(rows)
     total = None if residual is None else results[1]
-    return Normed(results[0], total, results[count : count + spec.saved], list(results[count + spec.saved :]))
+    return NormResult(results[0], total, results[count : count + spec.saved], list(results[count + spec.saved :]))
 
 
-class Normed(NamedTuple):
+class NormResult(NamedTuple):
     """The results of `normed`.
 
     Attributes:

@@ -139,6 +139,6 @@ def norm_quantize_op(spec: NormSpec, quantized: QuantizeSpec):
     )
 
 
-def _axis(rule: quantize.Rule) -> list[str]:
+def _axis(rule: quantize.ShardingParts) -> list[str]:
     """The features: rows stay whole on one device."""
     return [rule.columns.strip("()").split()[0]]

@@ -86,7 +86,7 @@ def unit(fmt: Format, quantized: bool, stochastic: bool) -> int:
     return max(fmt.length if quantized or fmt.tiles else 1, BLOCK if quantized and stochastic else 1)
 
 
-class Rule(NamedTuple):
+class ShardingParts(NamedTuple):
     """How a quantisation shards: the parts of its `wiring.ShardingRule`.
 
     Attributes:
@@ -116,7 +116,7 @@ class Rule(NamedTuple):
         return wiring.ShardingRule(text, reductions, [f for f in factors if f in used], **sizes)
 
 
-def rule_of(spec: QuantizeSpec) -> Rule:
+def rule_of(spec: QuantizeSpec) -> ShardingParts:
     """x is [..., R, C]. An axis that blocks run along splits into whole blocks, or not at all where it is ragged."""
     fmt = spec.format
     whole: list[str] = []
@@ -153,7 +153,7 @@ def rule_of(spec: QuantizeSpec) -> Rule:
     if spec.columnwise:
         operands += [column, f"{s}{row_sixteens}"] * spec.stochastic
         results += [f"... {s}{column} {row_codes}", scales(column, column_blocks, row_blocks)]
-    return Rule(f"... {s}{row}", column, operands, results, whole, sizes | {"w": 2})
+    return ShardingParts(f"... {s}{row}", column, operands, results, whole, sizes | {"w": 2})
 
 
 @functools.cache

@@ -165,7 +165,7 @@ def weight_only_together_op(spec: WeightOnlySpec, count: int, implementation: Im
 
     def when_reduced(add_up, x, *operands):
         """Adds up float32 sums over the devices that split K, then applies each epilogue."""
-        plain = dataclasses.replace(spec, epilogue=spec.epilogue.sums_only)
+        plain = dataclasses.replace(spec, epilogue=spec.epilogue.accumulators_only)
         weights = [own[: spec.weights] for own in of_each(operands)]
         partial = weight_only_together_op(plain, count, implementation)(x, *[leaf for w in weights for leaf in w])
         extras = [own[spec.weights :] for own in of_each(operands)]
