@@ -236,10 +236,10 @@ def load(path: str | os.PathLike[str]) -> Run:
         FileNotFoundError: there is none.
         ValueError: it is no run's record, or one of a later version.
     """
-    return Following(path).run()
+    return RecordFollower(path).run()
 
 
-class Following:
+class RecordFollower:
     """Reads a run's record again and again while it is written: each time what is new in it.
 
     Arguments:
