@@ -101,7 +101,7 @@ def _of_function(fn: Any, recipe: Any, args: Any, kwargs: Any) -> Explanation:
     rules = resolve("explain", recipe)
     traced = TracedFunction(fn, params, args, kwargs, rules)
     uses: dict[tuple[int, AppliedRecipe], int] = {}
-    for product in traced.following.products:
+    for product in traced.trace.products:
         if not has_matrices(product.shape):  # a vector, such as a score's
             continue
         for group in product.weight.groups:
@@ -112,7 +112,7 @@ def _of_function(fn: Any, recipe: Any, args: Any, kwargs: Any) -> Explanation:
     seen = {leaf for leaf, _ in uses}
     for number, leaf in enumerate(traced.leaves):
         if leaf.name is not None and number not in seen and has_matrices(leaf.shape):
-            lost = traced.following.lost.get(number)
+            lost = traced.trace.lost.get(number)
             note = "looked up" if lost == "gather" else f"not followed through {lost}" if lost else "in no product"
             layers.append(AppliedRecipe(leaf.name, leaf.shape, note=note))
     return Explanation(tuple(layers))
@@ -123,7 +123,7 @@ def _of_product(
 ) -> AppliedRecipe:
     """The recipe as applied to a parameter in a product, in which others are joined with it."""
     name, note = weight.name, product.reason
-    own, use = traced.following.recipe_at(name), traced.following.uses.get(name, Use.UNKNOWN)
+    own, use = traced.trace.recipe_at(name), traced.trace.uses.get(name, Use.UNKNOWN)
     if own is None and not note:
         note = "no recipe" if rules is None else "left out by the recipe"
     by_name = None if rules is None else rules.within(name)
@@ -137,7 +137,7 @@ def _of_product(
     leaf = traced.leaves[weight.leaf]
     whole = others or product.weight.shard or product.weight.computed
     row = AppliedRecipe(name, leaf.shape if whole else product.shape, roles, ", ".join(filter(None, [note, reason])))
-    return _with_packed(dataclasses.replace(row, sums=_sums_of(own, product.grouped)), leaf.packed)
+    return _with_loaded(dataclasses.replace(row, sums=_sums_of(own, product.grouped)), leaf.loaded)
 
 
 def _used(row: AppliedRecipe, shape: tuple[int, ...], count: int) -> AppliedRecipe:
@@ -161,7 +161,7 @@ def _applied(
         weight = without_adapter(kernel)
         loaded = isinstance(weight, QuantizedArray)
         applied = AppliedRecipe(path, kernel.shape) if loaded else _applied(path, name, layer, weight, axes, converted)
-        return _with_packed(applied, kernel)
+        return _with_loaded(applied, kernel)
     if not isinstance(layer, _OURS) and converted is None:
         return AppliedRecipe(path, kernel.shape, note="no jaxlowprec layer")
     if isinstance(axes, KernelAxes) and not axes.contracted:
@@ -188,7 +188,7 @@ def _applied(
     return AppliedRecipe(path, kernel.shape, roles, note, axes, sums=sums)
 
 
-def _with_packed(applied: AppliedRecipe, kernel: Any) -> AppliedRecipe:
+def _with_loaded(applied: AppliedRecipe, kernel: Any) -> AppliedRecipe:
     """`applied` with notes on a kernel that is quantised, or has an adapter, or both."""
     weight, notes = without_adapter(kernel), [applied.note]
     if isinstance(weight, QuantizedArray):

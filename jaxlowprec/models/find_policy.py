@@ -275,7 +275,7 @@ class _Search:
             )
         if function is not loss_fn:
             traced = TracedFunction(loss_fn, (0,), (self.params, self.batches[0]), {}, self.first)
-            self.joined = {p.weight.name: [s.name for s in p.weight.singles] for p in traced.following.products}
+            self.joined = {p.weight.name: [s.name for s in p.weight.singles] for p in traced.trace.products}
         return function, dict(search.found)
 
     def units(self) -> list[Unit]:

@@ -9,7 +9,7 @@ import jax
 
 
 @jax.tree_util.register_pytree_with_keys_class
-class Opened:
+class ModuleTree:
     """An NNX module as a tree of its arrays, by their paths."""
 
     def __init__(self, graph: Any, state: Any):
@@ -22,7 +22,7 @@ class Opened:
         return keys, (self.graph, structure)
 
     @classmethod
-    def tree_unflatten(cls, static: Any, leaves: Any) -> Opened:
+    def tree_unflatten(cls, static: Any, leaves: Any) -> ModuleTree:
         """The inverse."""
         return cls(static[0], jax.tree.unflatten(static[1], leaves))
 
@@ -38,7 +38,7 @@ def opened(tree: Any) -> tuple[Any, list[Any]]:
         if not isinstance(node, nnx.Module):
             return node
         modules.append(node)
-        return Opened(*nnx.split(node))
+        return ModuleTree(*nnx.split(node))
 
     return jax.tree.map(one, tree, is_leaf=lambda node: isinstance(node, nnx.Module)), modules
 
@@ -50,13 +50,13 @@ def closed(tree: Any) -> tuple[Any, list[tuple[Any, dict[Any, Any]]]]:
     nnx: Any = sys.modules.get("flax.nnx")
 
     def one(node: Any) -> Any:
-        if not isinstance(node, Opened):
+        if not isinstance(node, ModuleTree):
             return node
         arrays = {path: variable.get_value() for path, variable in nnx.to_flat_state(node.state)}
         made.append((nnx.merge(node.graph, node.state), arrays))
         return made[-1][0]
 
-    return jax.tree.map(one, tree, is_leaf=lambda node: isinstance(node, Opened)), made
+    return jax.tree.map(one, tree, is_leaf=lambda node: isinstance(node, ModuleTree)), made
 
 
 def changes(made: list[tuple[Any, dict[Any, Any]]]) -> list[Any]:
