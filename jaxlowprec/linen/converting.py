@@ -231,6 +231,6 @@ def own_matrices(params: Any, modules: Collection[str], path: str = "") -> dict[
 def _complaints(conversion: _Conversion, module: nn.Module) -> list[str]:
     """Complaints about layers that the conversion has not reached."""
     own = own_matrices(module.variables.get("params", {}), conversion.own, "/".join(module.path))
-    reached = silence.Reached(conversion.names, conversion.followed, conversion.left, own)
+    reached = silence.ConversionReach(conversion.names, conversion.followed, conversion.left, own)
     nothing = f"{conversion.module.__name__} has called no Dense, DenseGeneral, Einsum or Conv to convert"
     return silence.of_conversion(None if conversion.rules is FROM_CONTEXT else conversion.rules, reached, nothing)

@@ -98,7 +98,7 @@ def convert(model: Any, rules: Recipe | None = FROM_CONTEXT) -> Any:
             layer._set_up(own, name, None)
             layer.converted = True
     if rules is not None:
-        reached = silence.Reached(names, followed, left, own_matrices(model), tables)
+        reached = silence.ConversionReach(names, followed, left, own_matrices(model), tables)
         nothing = "the model has no Linear, LinearGeneral, Einsum or Conv to convert"
         found = silence.of_conversion(None if rules is FROM_CONTEXT else rules, reached, nothing)
         silence.warn_once(_WHO, rules, found, depth=1)

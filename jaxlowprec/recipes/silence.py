@@ -70,7 +70,7 @@ def of_roles(roles: Roles, backward_override: BackwardOverride) -> list[str]:
     ]
 
 
-class Reached(NamedTuple):
+class ConversionReach(NamedTuple):
     """The layers and matrices of a model, by whether a conversion reached them.
 
     Attributes:
@@ -88,7 +88,7 @@ class Reached(NamedTuple):
     tables: Collection[str] = ()
 
 
-def of_conversion(recipe: Recipe | None, reached: Reached, nothing: str) -> list[str]:
+def of_conversion(recipe: Recipe | None, reached: ConversionReach, nothing: str) -> list[str]:
     """Complaints about layers that a conversion left; the last line counts matrices and names the largest of these.
 
     Arguments:
