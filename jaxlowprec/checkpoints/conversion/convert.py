@@ -23,12 +23,12 @@ from jaxlowprec.checkpoints.conversion.modules import (
 )
 from jaxlowprec.checkpoints.conversion.plan import (
     Arrays,
-    Calibrated,
-    Calibrating,
+    CalibrationReport,
+    Calibrator,
     Job,
-    Left,
+    LeftModule,
     Plan,
-    Prepared,
+    PreparedCalibration,
     copy_job,
     require_distinct,
 )
@@ -72,7 +72,7 @@ class Report:
     scheme: str
     changed: Sequence[str]
     formats: Mapping[str, int]
-    left: Sequence[Left]
+    left: Sequence[LeftModule]
     ignore: Sequence[str]
     warnings: Sequence[str]
     source_bytes: int
@@ -82,7 +82,7 @@ class Report:
     copied: Sequence[str] = ()
     left_out: Sequence[str] = ()
     verified: int | None = None
-    calibrated: Calibrated | None = None
+    calibrated: CalibrationReport | None = None
     seconds: float = 0.0
 
     @classmethod
@@ -165,7 +165,7 @@ def convert(
     include: Sequence[str] = (),
     defaults: Sequence[str] = DEFAULTS,
     leave_unfit: bool = False,
-    calibration: Calibrating | None = None,
+    calibration: Calibrator | None = None,
     run: Run = Run(),  # noqa: B008 (frozen)
 ) -> Report:
     """Quantises a checkpoint.
@@ -239,7 +239,7 @@ def _carry_out(
     destination: pathlib.Path,
     options: dict[str, Any],
     run: Run,
-    calibration: Prepared | None = None,
+    calibration: PreparedCalibration | None = None,
 ) -> Report:
     started = time.perf_counter()
     check_apart(source.path, destination)

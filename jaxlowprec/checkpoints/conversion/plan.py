@@ -62,7 +62,7 @@ class Job:
 
 
 @dataclasses.dataclass(frozen=True)
-class Left:
+class LeftModule:
     """A matrix of the source that stays as it is, and why."""
 
     module: str
@@ -88,7 +88,7 @@ class Plan:
     config: dict[str, Any]
     changed: Sequence[str]
     formats: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    left: Sequence[Left] = ()
+    left: Sequence[LeftModule] = ()
     warnings: Sequence[str] = ()
     ignore: Sequence[str] = ()
     drop_files: Sequence[str] = ()
@@ -143,7 +143,7 @@ def output_specs(scheme: Scheme, module: str, spec: TensorSpec) -> dict[str, Ten
 
 
 @dataclasses.dataclass(frozen=True)
-class Calibrated:
+class CalibrationReport:
     """The results of a calibration.
 
     Attributes:
@@ -167,7 +167,7 @@ class Calibrated:
     without_inputs: Sequence[str]
 
 
-class Prepared(Protocol):
+class PreparedCalibration(Protocol):
     """A calibration of one checkpoint, whose arguments were checked."""
 
     @property
@@ -176,7 +176,7 @@ class Prepared(Protocol):
 
     def choose(
         self, plan: Plan, source: CheckpointFolder, destination: pathlib.Path, done: Callable[[int], None]
-    ) -> tuple[Plan, Calibrated]:
+    ) -> tuple[Plan, CalibrationReport]:
         """The plan with the tensors that were chosen. They may lie in the destination under temporary names.
 
         Arguments:
@@ -187,8 +187,8 @@ class Prepared(Protocol):
         """
 
 
-class Calibrating(Protocol):
+class Calibrator(Protocol):
     """How checkpoints are calibrated."""
 
-    def prepare(self, plan: Plan, source: CheckpointFolder) -> Prepared:
+    def prepare(self, plan: Plan, source: CheckpointFolder) -> PreparedCalibration:
         """Checks that this plan can be calibrated. Raises CheckpointError if not."""
