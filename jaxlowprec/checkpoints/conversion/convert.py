@@ -10,9 +10,9 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from jaxlowprec.checkpoints.conversion import engine
-from jaxlowprec.checkpoints.conversion.engine import Progress, compare_shards, is_finished, write_shards
+from jaxlowprec.checkpoints.conversion import jobs
 from jaxlowprec.checkpoints.conversion.heads import with_true_tie
+from jaxlowprec.checkpoints.conversion.jobs import Progress, compare_shards, is_finished, write_shards
 from jaxlowprec.checkpoints.conversion.modules import (
     GPTQ_FILE,
     MODELOPT_FILE,
@@ -118,7 +118,7 @@ class Run:
         workers: how many tensors are converted, and are in memory, at a time.
         dry_run: plan, and write nothing.
         verify: compute everything again at the end, and compare it with the files.
-        progress: see `engine.Progress`.
+        progress: see `jobs.Progress`.
         follow_links: also copy what links in the source point to outside of it.
     """
 
@@ -256,7 +256,7 @@ def _carry_out(
     verified, found = None, None
     with claimed(destination, wanted):
         if calibration is not None and (run.verify or not _all_finished(plan, destination)):
-            counter = engine.Counter(plan.source_bytes, "calibrating", run.progress)
+            counter = jobs.Counter(plan.source_bytes, "calibrating", run.progress)
             plan, found = calibration.choose(plan, source, destination, counter.add)
         kept = write_shards(plan, source, destination, run.workers, run.progress)
         if source.indexed:
@@ -292,12 +292,12 @@ def plan_dequantization(source: CheckpointFolder, scheme: Scheme, dtype: str) ->
     if not modules:
         raise CheckpointError(f"{source.path}: its config says {scheme.name}, but no tensor is in that format")
     consumed = {name: module for module, held in modules.items() for name in held.tensors.values()}
-    jobs = {module: _job(source, held, dtype) for module, held in modules.items()}
+    job_of = {module: _job(source, held, dtype) for module, held in modules.items()}
     first = {held.tensors[held.scheme.required[0]]: module for module, held in modules.items()}
     shards: dict[str, list[Job]] = {}
     for shard, file in source.shards.items():
         held = [
-            jobs[first[name]] if name in first else copy_job(name, source.spec(name))
+            job_of[first[name]] if name in first else copy_job(name, source.spec(name))
             for name in file.header.tensors
             if name in first or name not in consumed
         ]

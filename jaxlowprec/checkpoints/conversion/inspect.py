@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxlowprec.checkpoints.conversion.engine import Counter, Progress, in_parallel
+from jaxlowprec.checkpoints.conversion.jobs import Counter, Progress, in_parallel
 from jaxlowprec.checkpoints.conversion.modules import (
     QuantisedModule,
     Weight,
@@ -105,7 +105,7 @@ def inspect(
         path: folder of a checkpoint, plain or quantised.
         reference: folder of the same checkpoint in high precision: each module is compared with it.
         workers: modules compared, and in memory, at a time.
-        progress: see `engine.Progress`.
+        progress: see `jobs.Progress`.
 
     Raises:
         CheckpointError: a folder is not a checkpoint, the config's format is unknown, or the reference lacks a weight

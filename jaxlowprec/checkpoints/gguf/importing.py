@@ -14,7 +14,7 @@ import ml_dtypes
 import numpy as np
 
 from jaxlowprec.checkpoints.conversion.convert import Report, Run
-from jaxlowprec.checkpoints.conversion.engine import compare_shards, write_shards
+from jaxlowprec.checkpoints.conversion.jobs import compare_shards, write_shards
 from jaxlowprec.checkpoints.conversion.plan import Arrays, Job, LeftModule, Plan
 from jaxlowprec.checkpoints.conversion.resume import check_apart, check_claim, claimed
 from jaxlowprec.checkpoints.conversion.rules import splits
