@@ -138,4 +138,4 @@ differentiated_once = no_derivative(
     "linear: there is no second derivative under a recipe; pass recipe=None, or use autocast(enabled=False), "
     "where a gradient is differentiated again"
 )
-"""For the operands of both rules, which are constants to autodiff; otherwise it would find a second derivative of 0."""
+"""Marks the operands of both rules, which are constants to autodiff: else it would find a second derivative of 0."""

@@ -50,7 +50,7 @@ class Layer(NamedTuple):
         return {name: getattr(self, name) for name in names}
 
     def alone(self, x: Any, out_sharding: Any = None) -> tuple[jax.Array, Any]:
-        """Its own product, and its state for the next call, or None."""
+        """The layer's own product, and its state for the next call, or None."""
         options = {"quantized_kernel": self.quantized_kernel, "out_sharding": out_sharding}
         y = linear(x, self.kernel, self.bias, **self.settings, **options)
         return (y, None) if self.state is None else y

@@ -139,7 +139,7 @@ def _accumulated(loss: Callable[..., Any], params: Any, parts: Any, count: int) 
 
 
 def _kernels(loss: Callable[..., Any], tree: Any, leaves: list[jax.Array], part: Any) -> dict[int, Any]:
-    """By number of a leaf that one layer reads, of linears or experts, and nothing else: the layer's call."""
+    """The call of the layer, of linears or experts, that alone reads a leaf, by the leaf's number."""
     sums = [Total() for _ in leaves]
 
     def traced(arrays: list[jax.Array], part: Any) -> Any:

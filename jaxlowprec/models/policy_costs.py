@@ -88,7 +88,7 @@ class Costs:
 
 
 def _frontier(options: list[Option]) -> list[Option]:
-    """From the first option, steps to better ones: error spared for their cost, cost, label, with falling ratios."""
+    """Steps from the first option to better ones: error spared for their cost, cost, label, with falling ratios."""
     cost, error, _ = options[0]
     rest, steps = options[1:], list[Option]()
     while True:

@@ -16,7 +16,7 @@ import numpy as np
 from jaxlowprec.arguments import a_dtype
 
 AFRESH = -1
-"""In a tape: this token chooses its experts afresh. Either all of a row is AFRESH, or nothing of it."""
+"""Sentinel of a tape: the token chooses its experts afresh. A row is all AFRESH or has none."""
 
 _INVALID = -2  # in any dtype not an expert, or one that stands twice in its row
 DTYPES = ("int32", "int16", "uint8")

@@ -1,4 +1,4 @@
-"""In what rows travel to experts on other devices: as they are, or as the codes and scales that the experts read."""
+"""The form of rows on the way to experts on other devices: as they are, or the codes and scales that experts read."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def formats_of(who: str, layers: Sequence[Layer] | None, dtype: Any, wire: Wire)
 
 
 def _travelling(role: Role | None) -> Format | None:
-    """In what the operand of a role travels."""
+    """The format in which the operand of a role travels."""
     if role is None:
         return None
     as_read = is_kept(role.format) and role.rounding == "nearest" and role.hadamard is None

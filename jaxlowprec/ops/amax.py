@@ -86,7 +86,7 @@ class Amaxes:
 
     @property
     def attributes(self) -> dict[str, Any]:
-        """For a native call."""
+        """Attributes of a native call."""
         mask = np.uint32(self.hadamard.mask if self.hadamard else 0).view(np.int32)
         return {"plain": self.plain, "rotated": self.hadamard is not None, "sign_mask": mask}
 

@@ -140,7 +140,7 @@ def is_chosen(name: str, include: Sequence[str], exclude: Sequence[str], use: Us
 
 @dataclasses.dataclass(frozen=True)
 class Sums:
-    """In how many bits the partial sums of each GEMM travel, where a mesh splits its contraction axis.
+    """The bits in which the partial sums of each GEMM travel, where a mesh splits its contraction axis.
 
     | GEMM | result | its partial sums are added up under |
     |---|---|---|

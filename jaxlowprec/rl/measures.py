@@ -23,7 +23,7 @@ _POSITIVE = tuple(
     for part in range(PER_DECADE if exponent < DECADES[-1] else 1)
 )
 EDGES = (*(-edge for edge in reversed(_POSITIVE)), *_POSITIVE)
-"""Where bins of log-ratios meet: -10 to -1e-6 and 1e-6 to 10, four to a decade."""
+"""The edges of bins of log-ratios: -10 to -1e-6 and 1e-6 to 10, four to a decade."""
 BINS = len(EDGES) + 1
 PROBABILITIES = 10
 """The number of bins of the engine's probability, of equal width."""

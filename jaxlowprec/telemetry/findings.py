@@ -23,7 +23,7 @@ Checks = Mapping[str, tuple[Callable[[Statistics, "Limits", np.ndarray], np.ndar
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """From where on a statistic is a finding. The defaults leave a healthy run in 4 bits without one.
+    """The limits from which on a statistic is a finding. The defaults leave a healthy run in 4 bits without one.
 
     Attributes:
         underflow: most of the elements that may become zero. Of a normal distribution a tenth does in 4 bits, and of

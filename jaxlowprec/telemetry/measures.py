@@ -91,7 +91,7 @@ class Statistics:
 
     @property
     def sqnr(self) -> Any:
-        """In decibels."""
+        """The signal-to-noise ratio of quantisation, in decibels."""
         error, where = self.square_error, self._numpy.where
         return where(error == 0, jnp.inf, -10 * self._numpy.log10(where(error == 0, 1, error)))
 

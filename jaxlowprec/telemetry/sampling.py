@@ -165,7 +165,7 @@ def places(size: int, count: int) -> np.ndarray:
 
 
 def fractions(count: int) -> np.ndarray:
-    """Where `places` lie, in units of a part."""
+    """The position of `places`, in units of a part."""
     parts = np.arange(count)
     return parts + parts * 0.6180339887498949 % 1
 

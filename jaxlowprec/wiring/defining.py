@@ -28,7 +28,7 @@ _TILED = re.compile(r"{devices=\[([\d,]+)\](?:([\d,]+)|<=\[([\d,]+)\](?:T\(([\d,
 
 
 class Partials(NamedTuple):
-    """Where the partial results lie that are added up.
+    """The mesh axes over which partial results are added up.
 
     Attributes:
         scattered: for each dimension of which a device keeps its part of the sum, the mesh axes of the parts.
@@ -63,7 +63,7 @@ class _AdderInTheirDtype:
 
 
 IN_THEIR_DTYPE: Adder = _AdderInTheirDtype()
-"""By XLA's reduce-scatter and all-reduce, in the dtype of the partial results."""
+"""Adds up by XLA's reduce-scatter and all-reduce, in the dtype of the partial results."""
 
 
 def _primes(n: int) -> list[int]:

@@ -84,7 +84,7 @@ class ShardingRule:
         return rule
 
     def dims(self, tokens: list[str], ndim: int) -> list[tuple[str, int]]:
-        """For each dimension, the factor that may be split and the product of the others."""
+        """The factor of each dimension that may be split, and the product of the others."""
         if "..." in tokens:
             at = tokens.index("...")
             batch = [f"batch{i}" for i in range(ndim - len(tokens) + 1)]

@@ -66,7 +66,7 @@ class LayerSource:
         return f"model.layers.{number}."
 
     def inputs_of(self, number: int) -> dict[str, str]:
-        """By the name of a weight of a layer: the path of a linear that reads the weight's inputs.
+        """The path of a linear that reads the inputs of each weight of a layer, by the weight's name.
 
         Names of experts' weights have `{expert}` in them.
         """

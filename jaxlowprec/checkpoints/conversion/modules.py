@@ -28,7 +28,7 @@ from jaxlowprec.checkpoints.schemes import Scheme, from_config
 
 MODELOPT_FILE = "hf_quant_config.json"
 GPTQ_FILE = "quantize_config.json"  # of tools that leave config.json as it was
-"""Where ModelOpt's older checkpoints say how they are quantised."""
+"""The files beside config.json in which older ModelOpt and GPTQ tools say how weights are quantised."""
 
 _PLAIN = ("weight", "bias")
 _SHAPE_BYTES = 64  # the most that a tensor holding a shape takes

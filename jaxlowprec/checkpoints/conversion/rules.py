@@ -199,7 +199,7 @@ def disagreements(ignore: Sequence[str], modules: Mapping[str, str]) -> list[str
 
 
 class _SlimesReading:
-    """Where slime reads a rule differently (`slime_matches`).
+    """Modules for which slime reads a rule differently (`slime_matches`).
 
     A config may name every module. Modules whose tensors begin with a name are neighbours in sorted order, so not all
     modules have to be searched for each rule.
@@ -210,7 +210,7 @@ class _SlimesReading:
         self._sorted = sorted((tensor, module) for module, tensor in modules.items())
 
     def differs(self, rule: str) -> list[tuple[tuple[str, int], str]]:
-        """For modules that slime leaves alone, or quantises, against the rule: the first, how many, and the verb."""
+        """The first module that slime leaves alone, or quantises, against the rule; their number; the verb."""
         if not rule.startswith("re:"):
             apart = self._begin_with(rule)
             return [(apart, "leaves alone")] if apart else []

@@ -16,7 +16,7 @@ class ModuleTree:
         self.graph, self.state = graph, state
 
     def tree_flatten_with_keys(self) -> Any:
-        """Its arrays and their paths, and what is static."""
+        """The module's arrays with their paths, and its static part."""
         leaves, structure = jax.tree_util.tree_flatten_with_path(self.state)
         keys = [(jax.tree_util.GetAttrKey(jax.tree_util.keystr(p, simple=True, separator="/")), v) for p, v in leaves]
         return keys, (self.graph, structure)

@@ -23,7 +23,7 @@ _DIFFERENT = "joined with parameters of other recipes"
 
 
 class Origins:
-    """Where the values of one jaxpr come from, as far as they can mask or scale a parameter."""
+    """The origins of the values of one jaxpr, as far as they can mask or scale a parameter."""
 
     def __init__(self) -> None:
         self._numbers: set[Any] = set()

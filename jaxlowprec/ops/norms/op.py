@@ -48,12 +48,12 @@ class NormSpec:
 
     @property
     def attributes(self) -> dict[str, bool]:
-        """For a native call of the norm or its gradient."""
+        """Attributes of a native call of the norm or its gradient."""
         return {"layer": self.kind == "layer", "residual": self.residual}
 
     @property
     def parameters(self) -> dict[str, Any]:
-        """Further ones of the norm."""
+        """Further attributes of the norm's call."""
         return {"beta": self.beta, "epsilon": np.float32(self.epsilon)}
 
 

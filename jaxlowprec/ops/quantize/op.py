@@ -61,7 +61,7 @@ class QuantizeSpec:
         return self.rowwise + self.columnwise
 
     def attributes(self, column_major: bool = False) -> dict[str, Any]:
-        """For a native call. `column_major`: it writes scales in that order."""
+        """Attributes of a native call. `column_major`: it writes scales in that order."""
         return {
             "format": scale_order.attributes(self.format, column_major),
             "rowwise": self.rowwise,
@@ -355,7 +355,7 @@ def quantized_array(
     like: tuple[tuple[int, ...], Any],
     along: tuple[int, Hadamard | None, jax.Array | None],
 ) -> QuantizedArray:
-    """From the op's results for a direction; per-tensor numbers are broadcast to every slice.
+    """The QuantizedArray of one direction, from the op's results; per-tensor numbers are broadcast to every slice.
 
     Arguments:
         tensor: its amax or encode scale, if there is one.
@@ -375,7 +375,7 @@ def quantized_array(
 def quantized_arrays(
     results: Sequence[jax.Array], tensors: Sequence[jax.Array], spec: QuantizeSpec, like: Any
 ) -> list[QuantizedArray]:
-    """From all results of the op: those of each direction that the spec wants, rotated as it says.
+    """The QuantizedArray of each direction that the spec wants, from all results of the op, rotated as the spec says.
 
     Arguments:
         tensors: an amax or encode scale for each of them, or none.

@@ -127,7 +127,7 @@ def _natural(name: str) -> list[tuple[int, str]]:
 
 
 def _numbers(values: Any) -> list[float | None]:
-    """In four digits; None where there is no finite number."""
+    """Rounds to four digits; None where there is no finite number."""
     return [float(f"{v:.4g}") if math.isfinite(v) else None for v in map(float, values)]
 
 

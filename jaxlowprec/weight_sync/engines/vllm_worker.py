@@ -23,7 +23,7 @@ from jaxlowprec.weight_sync.transports.tcp import TcpReceiver
 
 @dataclasses.dataclass(frozen=True)
 class Listen:
-    """Where the workers listen: the body of vLLM's `/init_weight_transfer_engine`.
+    """The address on which the workers listen: the body of vLLM's `/init_weight_transfer_engine`.
 
     Attributes:
         port: the port of worker 0; worker i listens at `port + i`.
