@@ -120,13 +120,13 @@ def tracer(fn: Callable[..., Any], high_precision: bool = False) -> Callable[...
         search = Taps(None, high_precision)
         with entered(search):
             jax.eval_shape(lambda: (fn(*args, **kwargs), None)[1])
-        if not search.found:
+        if not search.shapes:
             raise ValueError(
                 "debug.trace: the function calls no layer of this library; transform it with quantize_matmuls, or use "
                 "linear, dot_general, einsum or this library's Flax layers"
             )
-        orders[frozenset(search.found)] = search.order()
-        state = {name: jnp.zeros(shape, jnp.float32) for name, shape in search.found.items()}
+        orders[frozenset(search.shapes)] = search.order()
+        state = {name: jnp.zeros(shape, jnp.float32) for name, shape in search.shapes.items()}
 
         def watched(state: Any) -> Any:
             with entered(Taps(state, high_precision)):

@@ -15,7 +15,13 @@ import jax
 from jaxlowprec.arguments import shown
 from jaxlowprec.arrays.formats import MXFP8
 from jaxlowprec.layers.operands import for_both_ways
-from jaxlowprec.layers.producers import input_gradients, inputs_of, like_input, quantized_gradients, quantized_hidden
+from jaxlowprec.layers.producers import (
+    input_dtype_marker,
+    input_gradients,
+    inputs_of,
+    quantized_gradients,
+    quantized_hidden,
+)
 from jaxlowprec.layers.product import (
     GemmOperands,
     GemmSpec,
@@ -223,8 +229,8 @@ def _backward(spec: MlpSpec, residuals, gradients):
     a = read_by_wgrad(spec.down, given)
     da, of_down, down_states = backward(spec.down, a, kept_down, dy, hidden[0].dtype)
     of_each = _gradients_of_hidden(spec, kept, hidden, da)
-    like = like_input(made_from)
-    dx, of_products, new_states = backward_of_all(spec.hidden, kept_inputs, kept, like_x=like, **of_each)
+    x_marker = input_dtype_marker(made_from)
+    dx, of_products, new_states = backward_of_all(spec.hidden, kept_inputs, kept, x_marker=x_marker, **of_each)
     return input_gradients(made_from, dx, of_further), (*of_products, of_down), (*new_states, down_states)
 
 
@@ -276,8 +282,8 @@ def _forward_8bit(activation: Activation, operands):
 
 
 def _backward_8bit(activation: Activation, residuals, dy):
-    kept, like = residuals
-    operands = [x.dequantize(marker.dtype) for x, marker in zip(read(kept), like, strict=True)]
+    kept, markers = residuals
+    operands = [x.dequantize(marker.dtype) for x, marker in zip(read(kept), markers, strict=True)]
     return (tuple(_activation_gradients(activation, operands, differentiated_once(dy))["dys"]),)
 
 

@@ -348,27 +348,27 @@ def _weight_only_fprop(spec: WeightOnlyGroupsSpec, x, w, bias, q, sizes):
 def _weight_only_forward(spec: WeightOnlyGroupsSpec, x, w, bias, q, sizes, probe):
     x, w, bias = differentiated_once((x, w, bias))
     y, q = _weight_only_fprop(spec, x, w, bias, q, sizes)
-    like = tuple(dtype_marker(a) for a in (x, w, bias))
+    markers = tuple(dtype_marker(a) for a in (x, w, bias))
     kept = None if w is None else x, tag_residual(q, QUANTIZED_WEIGHT), w if spec.served.ste == "clipped" else None
     found = None if probe is None else measured_weight(probe, x, w, q, sizes=sizes)
-    return tag_product(y), (kept, like, sizes, found)
+    return tag_product(y), (kept, markers, sizes, found)
 
 
 def _weight_only_backward(spec: WeightOnlyGroupsSpec, residuals, dy):
-    (x, q, clipped), (like_x, like_w, like_bias), sizes, found = residuals
+    (x, q, clipped), (x_marker, w_marker, bias_marker), sizes, found = residuals
     x_sharding, w_sharding, bias_sharding = spec.shardings
     rows = RowsInGroups(sizes, spec.precision)
     dy = differentiated_once(dy)
     with in_profiles("dgrad"):
-        dx = rows.plain_by_weight(dy, jnp.swapaxes(read(q).dequantize(dy.dtype), -1, -2), like_x.dtype, x_sharding)
+        dx = rows.plain_by_weight(dy, jnp.swapaxes(read(q).dequantize(dy.dtype), -1, -2), x_marker.dtype, x_sharding)
     dw: Any = None
-    if like_w is not None:
+    if w_marker is not None:
         with in_profiles("wgrad"):
-            dw = rows.plain_wgrad(x, dy, like_w.dtype, None)
+            dw = rows.plain_wgrad(x, dy, w_marker.dtype, None)
         if clipped is not None:
             dw = through_estimator(dw, clipped, spec.served)
         dw = resharded(dw, w_sharding)
-    dbias = rows.bias_gradient(dy, like_bias, bias_sharding)
+    dbias = rows.bias_gradient(dy, bias_marker, bias_sharding)
     return dx, dw, dbias, None, None, found
 
 

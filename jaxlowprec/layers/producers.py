@@ -120,7 +120,7 @@ def _reads_codes_alone(spec: GemmSpec, states: Sequence[States]) -> bool:
     )
 
 
-def like_input(kept: Any) -> Any:
+def input_dtype_marker(kept: Any) -> Any:
     """An array of the input's dtype, from what `inputs_of` kept."""
     return kept.norm.x if isinstance(kept, _KeptNorm) else kept
 

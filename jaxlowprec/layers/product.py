@@ -292,10 +292,10 @@ def forward(spec: GemmSpec, given: QuantizedInput, product: GemmOperands, states
     if probe is not None:
         forms = given[1:], (kernel.rowwise, kernel.columnwise)
         found = measured_forward(probe, given.x, w, *forms, spec.rows_split, product.sizes)
-    like = dtype_marker(w), dtype_marker(product.bias)
+    markers = dtype_marker(w), dtype_marker(product.bias)
     kept_w = tag_residual(kept_w, QUANTIZED_WEIGHT)
     of_product = product.randomness, product.total, product.sizes
-    kept = SavedForBackward(kept_w, like, *of_product, state, found, product.signs, product.of_sums)
+    kept = SavedForBackward(kept_w, markers, *of_product, state, found, product.signs, product.of_sums)
     return y, kept, kernel
 
 
@@ -345,7 +345,7 @@ def backward(spec: GemmSpec, x, kept: SavedForBackward, dy, dx_dtype, *, amaxes=
         quantized: dy row- and columnwise, if nothing else is read of it; dy then is None.
         row_sums: of dy, float32, if they are known.
     """
-    w, (like_w, like_bias), _, total, sizes, state, found, _, of_sums = kept
+    w, (w_marker, bias_marker), _, total, sizes, state, found, _, of_sums = kept
     x, w = read((x, w))
     x_sharding, w_sharding, bias_sharding = spec.shardings
     rows = rows_of(spec, sizes)
@@ -362,17 +362,17 @@ def backward(spec: GemmSpec, x, kept: SavedForBackward, dy, dx_dtype, *, amaxes=
             dx = rows.plain_by_weight(dy, jnp.swapaxes(decoded(w, dy.dtype), -1, -2), dx_dtype, x_sharding)
     dw = None
     with in_profiles("wgrad"):
-        dtype = None if like_w is None else like_w.dtype if total is None else jnp.float32
-        if like_w is not None and spec.wgrad:
+        dtype = None if w_marker is None else w_marker.dtype if total is None else jnp.float32
+        if w_marker is not None and spec.wgrad:
             dw = rows.wgrad(x, dy_column, dtype, w_sharding, total, spec.sum_over_devices("wgrad", of_sums, dy_column))
-        elif like_w is not None:
+        elif w_marker is not None:
             dw = rows.plain_wgrad(x, dy, dtype, w_sharding)
             dw = dw if total is None else total + dw
     if spec.delayed is not None:
         state = recorded(spec.delayed, state, "output_grad", rows.amax(dy))
     if found is not None:
         found = measured_backward(found, (x, w), dy, (dy_row, dy_column), spec.rows_split, sizes)
-    dbias = rows.bias_gradient(dy, like_bias, bias_sharding, row_sums)
+    dbias = rows.bias_gradient(dy, bias_marker, bias_sharding, row_sums)
     gradients = GemmOperands(dw, dbias, None, None) if total is None else GemmOperands(None, dbias, None, None, dw)
     return dx, gradients, (state, found)
 
@@ -404,7 +404,7 @@ def backward_of_all(
     xs: Sequence[Any],
     kept: Sequence[SavedForBackward],
     dys: Sequence[jax.Array | None],
-    like_x: Any,
+    x_marker: Any,
     **known: Any,
 ):
     """`backward` of products that share their input, of which `xs` was kept.
@@ -414,11 +414,11 @@ def backward_of_all(
     Arguments:
         known: what is known of the gradients: `amaxes`, `quantized`, `row_sums`, see `backward`; for each, or None.
     """
-    dtype = like_x.dtype if len(specs) == 1 else jnp.float32
+    dtype = x_marker.dtype if len(specs) == 1 else jnp.float32
     own = [{name: values[i] for name, values in known.items() if values is not None} for i in range(len(specs))]
     each = zip(specs, for_each(specs, xs), kept, dys, own, strict=True)
     found = [backward(spec, x, k, dy, dtype, **options) for spec, x, k, dy, options in each]
     dx, *further = (dx for dx, _, _ in found)
     for other in further:
         dx = dx + other
-    return dx.astype(like_x.dtype), tuple(g for _, g, _ in found), tuple(states for _, _, states in found)
+    return dx.astype(x_marker.dtype), tuple(g for _, g, _ in found), tuple(states for _, _, states in found)

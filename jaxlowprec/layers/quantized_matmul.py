@@ -10,7 +10,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from jaxlowprec.layers.producers import input_gradients, inputs_of, like_input
+from jaxlowprec.layers.producers import input_dtype_marker, input_gradients, inputs_of
 from jaxlowprec.layers.product import (
     GemmOperands,
     Specs,
@@ -46,7 +46,7 @@ def _forward(specs: Specs, x, products, states):
 def _backward(specs: Specs, residuals, gradients):
     xs, made_from, kept = residuals
     dys, of_further = differentiated_once(gradients)
-    dx, *others = backward_of_all(specs, xs, kept, dys, like_input(made_from))
+    dx, *others = backward_of_all(specs, xs, kept, dys, input_dtype_marker(made_from))
     return input_gradients(made_from, dx, of_further), *others
 
 

@@ -116,22 +116,22 @@ def plain_wgrad(
 
 
 def bias_gradient(
-    dy: jax.Array | None, like: jax.Array | None, sharding: Any, row_sums: jax.Array | None = None
+    dy: jax.Array | None, marker: jax.Array | None, sharding: Any, row_sums: jax.Array | None = None
 ) -> jax.Array | None:
     """The gradient of a bias that is added to every row, in float32.
 
     Arguments:
-        like: a marker of the bias's dtype; None: it gets none.
+        marker: the bias's `dtype_marker`; None: it gets no gradient.
         sharding: see `out_sharding.sharding_of`.
         row_sums: those of dy, float32, if they are known; dy is not read then.
     """
-    if like is None:
+    if marker is None:
         return None
     if row_sums is None:
         assert dy is not None
         parts = dy.reshape(-1, *dy.shape[-2:]) if dy.ndim > 3 else dy
         (row_sums,) = sum_over_rows_op(rows_split=dy.ndim > 2)(parts)
-    return resharded(row_sums.astype(like.dtype), sharding)
+    return resharded(row_sums.astype(marker.dtype), sharding)
 
 
 differentiated_once = no_derivative(

@@ -221,7 +221,7 @@ def _fprop(spec: _WeightOnlySpec, x, w, bias, q):
 def _forward(spec: _WeightOnlySpec, x, w, bias, q, probe):
     x, w, bias = differentiated_once((x, w, bias))
     y, q = _fprop(spec, x, w, bias, q)
-    like = tuple(dtype_marker(a) for a in (x, w, bias))
+    markers = tuple(dtype_marker(a) for a in (x, w, bias))
     found = None
     if probe is not None:
         found = probe.gradient(probe.state) if w is None else measured_weight(probe, x, w, read(q), spec.rows_split)
@@ -229,25 +229,25 @@ def _forward(spec: _WeightOnlySpec, x, w, bias, q, probe):
         None if w is None else x,
         q,
         w if spec.served.ste == "clipped" else None,
-        like,
+        markers,
         found,
     )
 
 
 def _backward(spec: _WeightOnlySpec, residuals, dy):
-    x, kept, clipped, (like_x, like_w, like_bias), found = residuals
+    x, kept, clipped, (x_marker, w_marker, bias_marker), found = residuals
     x_sharding, w_sharding, bias_sharding = spec.shardings
     dy = differentiated_once(dy)
     # JAX does not check these dtypes: they must be those of the primals.
     with in_profiles("dgrad"):
-        dx = weight_only_dgrad(dy, read(kept).mT, like_x.dtype, x_sharding, spec.precision)
+        dx = weight_only_dgrad(dy, read(kept).mT, x_marker.dtype, x_sharding, spec.precision)
     dw: Any = None
-    if like_w is not None:
+    if w_marker is not None:
         with in_profiles("wgrad"):
-            dw = plain_wgrad(x, dy, spec.rows_split, like_w.dtype, w_sharding, spec.precision)
+            dw = plain_wgrad(x, dy, spec.rows_split, w_marker.dtype, w_sharding, spec.precision)
     if clipped is not None:
         dw = through_estimator(dw, clipped, spec.served)
-    return dx, dw, bias_gradient(dy, like_bias, bias_sharding), None, found
+    return dx, dw, bias_gradient(dy, bias_marker, bias_sharding), None, found
 
 
 _matmul.defvjp(_forward, _backward)
@@ -270,8 +270,8 @@ def _matmuls_forward(specs: tuple[_WeightOnlySpec, ...], xs, weights, biases):
     xs, biases = differentiated_once((xs, biases))
     kept = [tag_residual(q, CHECKPOINT_NAMES[1]) for q in weights]
     ys = tuple(tag_product(y) for y in _fprops(specs, xs, kept, biases))
-    likes = [(dtype_marker(x), None, dtype_marker(bias)) for x, bias in zip(xs, biases, strict=True)]
-    return ys, [(None, q, None, like, None) for q, like in zip(kept, likes, strict=True)]
+    all_markers = [(dtype_marker(x), None, dtype_marker(bias)) for x, bias in zip(xs, biases, strict=True)]
+    return ys, [(None, q, None, markers, None) for q, markers in zip(kept, all_markers, strict=True)]
 
 
 def _matmuls_backward(specs: tuple[_WeightOnlySpec, ...], residuals, dys):

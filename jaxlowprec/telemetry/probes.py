@@ -73,12 +73,12 @@ class _Collector(Scope):
         state: what was given; None while names are looked for.
         on: whether this step is measured.
         what_if: recipes by label.
-        found: the states' shapes by label, of the layers that were called.
+        shapes: the states' shapes by label, of the layers that were called.
     """
 
     def __init__(self, state: Mapping[str, Any] | None, on: Any = True, what_if: Mapping[str, Recipe] | None = None):
         self.state, self.on, self.what_if = state, on, what_if or {}
-        self.found: dict[str, dict[str, tuple[int, ...]]] = {}
+        self.shapes: dict[str, dict[str, tuple[int, ...]]] = {}
 
     def probe(self, who: str, name: str, module_type: str) -> Probe | None:
         """The probe of the layer of that name; None while names are looked for."""
@@ -88,7 +88,7 @@ class _Collector(Scope):
         sizes = {label: (len(TENSORS), LENGTH) for label in (AS_TRAINED, *(label for label, _ in what_if))} | sizes
         shapes = {label: (*self.stack, *size) for label, size in sizes.items()}
         if self.state is None:
-            if self.found.setdefault(name, shapes) != shapes:
+            if self.shapes.setdefault(name, shapes) != shapes:
                 raise ValueError(
                     f"{who}: layers named {name!r} are called within stacks of different sizes, or within one and "
                     "without; give them different names"
@@ -177,7 +177,7 @@ def init(function: Callable[..., Any], *args: Any, what_if: Mapping[str, Recipe]
     with entered(search):
         jax.eval_shape(lambda *args, **kwargs: (function(*args, **kwargs), None)[1], *args, **kwargs)
     return jax.tree.map(
-        lambda shape: jnp.zeros(shape, jnp.float32), search.found, is_leaf=lambda found: isinstance(found, tuple)
+        lambda shape: jnp.zeros(shape, jnp.float32), search.shapes, is_leaf=lambda found: isinstance(found, tuple)
     )
 
 

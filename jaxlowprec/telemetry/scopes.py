@@ -94,7 +94,7 @@ class Choices(Scope):
         recipes: what they may follow; None is high precision.
         chosen: by name an index into these, traced or not; None while layers are looked for.
         key: of stochastic rounding, for layers that have none.
-        found: by name, multiply-adds of fprop and elements of the weight, of the layers that were called.
+        sizes: by name, multiply-adds of fprop and elements of the weight, of the layers that were called.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class Choices(Scope):
         key: jax.Array | None = None,
     ):
         self.first, self.recipes, self.chosen, self.key = first, recipes, chosen, key
-        self.found: dict[str, tuple[int, int]] = {}
+        self.sizes: dict[str, tuple[int, int]] = {}
 
     def concerns(self, recipe: Recipe | None, name: str) -> bool:
         """Whether a layer with this recipe is one of those in question."""
@@ -114,8 +114,8 @@ class Choices(Scope):
     def note(self, name: str, macs: int, elements: int) -> None:
         """A layer was called."""
         layers = self.place[1] if self.place else 1
-        before = self.found.get(name, (0, 0))
-        self.found[name] = before[0] + layers * macs, max(before[1], layers * elements)
+        before = self.sizes.get(name, (0, 0))
+        self.sizes[name] = before[0] + layers * macs, max(before[1], layers * elements)
 
     def key_of(self, name: str) -> jax.Array | None:
         """A layer's own key."""
@@ -147,11 +147,11 @@ class SecondMoments(Scope):
     """Adds up x^T x of each layer's inputs. The function that is called must return what was found, if it is jitted.
 
     Attributes:
-        found: by the layer's name.
+        inputs: by the layer's name.
     """
 
     def __init__(self) -> None:
-        self.found: dict[str, Inputs] = {}
+        self.inputs: dict[str, Inputs] = {}
 
     def see(self, name: str, x: jax.Array, sizes: jax.Array | None) -> None:
         """The inputs [..., K] of a layer, or rows [T, K] in groups of these sizes [E]."""
@@ -169,8 +169,8 @@ class SecondMoments(Scope):
 
             squares = jax.lax.map(of_group, (ends - sizes, ends))
             new = Inputs(squares, sizes.astype(jnp.float32), jnp.abs(rows).max())
-        before = self.found.get(name)
-        self.found[name] = new if before is None else added(before, new)
+        before = self.inputs.get(name)
+        self.inputs[name] = new if before is None else added(before, new)
 
 
 def added(a: Inputs, b: Inputs) -> Inputs:

@@ -34,19 +34,19 @@ class Taps(Scope):
         state: by name, float32 [*stack, len(TENSORS), 2, LENGTH]: of each tensor and of its gradient. None while the
             layers are looked for.
         high_precision: whether layers compute without their recipes.
-        found: the shapes of the states of the layers that were called.
+        shapes: those of the states of the layers that were called.
         called: the layers, in the order of their calls, each with its place in a stack.
     """
 
     def __init__(self, state: Mapping[str, Any] | None, high_precision: bool = False):
         self.state, self.high_precision = state, high_precision
-        self.found: dict[str, tuple[int, ...]] = {}
+        self.shapes: dict[str, tuple[int, ...]] = {}
         self.called: list[tuple[str, tuple[Any, int] | None]] = []
 
     def layer(self, name: str) -> jax.Array | None:
         """The state of the layer of that name; None while layers are looked for."""
         if self.state is None:
-            self.found.setdefault(name, (*self.stack, len(TENSORS), 2, LENGTH))
+            self.shapes.setdefault(name, (*self.stack, len(TENSORS), 2, LENGTH))
             self.called.append((name, self.place))
             return None
         return self.placed(self.state[name])

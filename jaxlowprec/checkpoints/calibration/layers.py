@@ -117,7 +117,7 @@ def _computed(
     scope = SecondMoments()
     with entered(scope) if watch else contextlib.nullcontext():
         y, _, _ = nnx.merge(graph, state)(x, positions, tables, None)
-    return y, scope.found
+    return y, scope.inputs
 
 
 def negative_log_likelihood(ends: Decoder, hidden: np.ndarray, targets: np.ndarray) -> float:
