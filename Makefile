@@ -2,7 +2,7 @@
 #   make demo      train the example in bf16 and under the NVFP4 recipe: runs/demo/loss.png, runs/demo/report.json
 #   make test      all tests but the slow ones; `make test ARGS=--slow` for those too
 #   make test-cpp  the C++ tests, with sanitizers
-#   make lint      ruff, mypy, clang-format, tables and charts in the documents up to date
+#   make lint      ruff, mypy, clang-format, docstrings, tables and charts in the documents up to date
 #   make docs      the documentation site, strictly: build/site/index.html, which needs no network
 #   make wheel     a release's sdist and wheels in dist, checked, and run in empty environments on the oldest and newest JAX
 #   make format    what lint wants, where a tool can do it
@@ -37,6 +37,7 @@ test-cpp: .venv/installed
 lint: .venv/linters
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
+	$(BIN)/python scripts/check_docstrings.py
 	$(BIN)/mypy
 	@$(BIN)/clang-format --dry-run --Werror $(CPP)
 	$(BIN)/python benchmarks/tables.py --check

@@ -181,7 +181,7 @@ _FROM = {
 
 
 def __getattr__(name: str) -> Any:
-    """What is loaded when it is first used: it loads Flax, or sockets and files, or few programs need it."""
+    """Loads a public name when it is first used, if it needs Flax, or sockets and files, or few programs use it."""
     if name in _MODULES:
         return importlib.import_module(f"jaxlowprec.{name}")
     if name in _FROM:

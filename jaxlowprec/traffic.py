@@ -1,4 +1,4 @@
-"""What a compiled function sends between devices."""
+"""The traffic of a compiled function between devices."""
 
 from jaxlowprec.diagnostics.traffic import Collective, collectives
 

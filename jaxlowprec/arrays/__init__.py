@@ -1,1 +1,1 @@
-"""What a quantised array is: its format, its codes and scales, and the layouts that GEMMs want."""
+"""Quantised arrays: formats, codes and scales, and the layouts that GEMMs want."""

@@ -26,7 +26,7 @@ Int4Rule = Literal["deploy", "slime", "compressed-tensors"]
 
 @dataclasses.dataclass(frozen=True)
 class Element:
-    """What one code stands for.
+    """The numbers that codes of one type stand for.
 
     Attributes:
         dtype: of numpy, for one such number.
@@ -88,7 +88,7 @@ def check_amax_epsilon(who: str, value: Any) -> None:
 
 
 class Format:
-    """What all formats say about themselves. `xla_ffi/problems.h` has its counterpart.
+    """The properties that every format states. `xla_ffi/problems.h` has its counterpart.
 
     Attributes:
         element: of the codes, one of `ELEMENTS`: "e2m1" (4 bits), "e4m3", "e5m2" or "int4".
@@ -155,7 +155,7 @@ class Format:
 
     @property
     def numbers(self) -> Element:
-        """What its codes stand for."""
+        """The element type of its codes."""
         return ELEMENTS[self.element]
 
     @property

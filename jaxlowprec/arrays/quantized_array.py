@@ -91,7 +91,7 @@ class QuantizedArray:
         return children, (self.format, self.matrix_shape, self.dtype, self.axis, self.hadamard)
 
     def tree_flatten_with_keys(self) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        """As `tree_flatten`, each child with its name; the empty child's name describes the static fields.
+        """`tree_flatten` with a name for each child; the empty child's name describes the static fields.
 
         Orbax saves a tree's arrays and the names of its children, empty ones too, and compares the names when it
         restores. So codes are never restored with another format, axis, rotation or shape than they were saved with.
@@ -239,7 +239,7 @@ def check_quantized(who: str, name: str, q: Any) -> None:
 
 
 def _without_defaults(value: Any) -> str:
-    """As `repr`, without fields that have their default: new fields with defaults do not change it.
+    """`repr` without the fields that have their default: new fields with defaults do not change it.
 
     >>> from jaxlowprec.arrays.formats import MXFP8
     >>> _without_defaults(MXFP8("e5m2"))

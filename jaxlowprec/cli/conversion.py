@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from jaxlowprec.checkpoints.conversion.convert import Report, Run
-from jaxlowprec.checkpoints.conversion.plan import Calibrated
+from jaxlowprec.checkpoints.conversion.plan import CalibrationReport
 from jaxlowprec.checkpoints.gguf.gguf_file import SUFFIX
 from jaxlowprec.cli.streams import as_json, bar, emit, readable, say
 
@@ -90,8 +90,8 @@ def render(report: Report, options: argparse.Namespace) -> list[str]:
     return lines
 
 
-def _of_calibration(found: Calibrated) -> list[str]:
-    """What a calibration found, as lines of text."""
+def _of_calibration(found: CalibrationReport) -> list[str]:
+    """The results of a calibration, as lines of text."""
     lines = [
         f"calibrated by {found.calibration_tokens} tokens; perplexity of {found.held_out_tokens} others: "
         f"{found.perplexity_before:.4g} before, {found.perplexity_after:.4g} after",

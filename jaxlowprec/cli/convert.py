@@ -101,7 +101,7 @@ def _report(options: argparse.Namespace) -> convert.Report:
 
 
 def _calibration(options: argparse.Namespace) -> Calibration | None:
-    """What the options about calibration say. Raises CheckpointError where they do nothing."""
+    """The calibration that the options ask for. Raises CheckpointError where they do nothing."""
     given = {"rows": options.calibrate_rows, "context": options.calibrate_context}
     more = {name: value for name, value in given.items() if value is not None}
     if options.calibrate is None:
@@ -122,7 +122,7 @@ def _refuse_rules(options: argparse.Namespace, reason: str) -> None:
 
 
 def _overrides(options: argparse.Namespace) -> dict[str, schemes.Scheme]:
-    """What --scheme-for says: rules and their schemes."""
+    """The rules and schemes of --scheme-for."""
     found: dict[str, schemes.Scheme] = {}
     for given in options.scheme_for:
         rule, equals, said = given.rpartition("=")

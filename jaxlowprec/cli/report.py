@@ -11,7 +11,7 @@ from jaxlowprec.checkpoints.errors import CheckpointError
 from jaxlowprec.checkpoints.files.written_whole import written_whole
 from jaxlowprec.cli.streams import as_json, emit
 from jaxlowprec.telemetry.findings import Limits, findings
-from jaxlowprec.telemetry.recording import Following, Run
+from jaxlowprec.telemetry.recording import RecordFollower, Run
 from jaxlowprec.telemetry.report.page import page
 
 _LIMITS = {field.name: field.default for field in dataclasses.fields(Limits)}
@@ -70,7 +70,7 @@ def add_limits(parser: argparse.ArgumentParser) -> None:
 
 
 def limits_of(options: argparse.Namespace) -> Limits:
-    """What counts as a finding."""
+    """The limits beyond which a statistic is a finding."""
     values = {}
     for given in options.limit:
         name, _, value = given.partition("=")
@@ -83,10 +83,10 @@ def limits_of(options: argparse.Namespace) -> Limits:
     return Limits(**values)
 
 
-def loaded(path: str, following: Following | None = None) -> Run:
+def loaded(path: str, following: RecordFollower | None = None) -> Run:
     """A run's record, or what is new in the one that is followed; an error that the command prints if there is none."""
     try:
-        return (Following(path) if following is None else following).run()
+        return (RecordFollower(path) if following is None else following).run()
     except FileNotFoundError:
         raise CheckpointError(
             f"{path}: there is no record of a run; give the file of a telemetry.Recorder, or its folder"

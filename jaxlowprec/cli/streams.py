@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
-from jaxlowprec.checkpoints.conversion.engine import Progress
+from jaxlowprec.checkpoints.conversion.jobs import Progress
 from jaxlowprec.checkpoints.errors import CheckpointError, escaped
 
 _WIDTH = 30
@@ -92,7 +92,7 @@ class Bar:
         self._shown = -_LEAST_SECONDS
 
     def __call__(self, done: int, total: int, label: str) -> None:
-        """See `engine.Progress`."""
+        """See `jobs.Progress`."""
         now = time.monotonic()
         if now - self._shown < _LEAST_SECONDS and done < total:
             return

@@ -17,7 +17,7 @@ from jaxlowprec.cli.report import add_limits, limits_of, loaded
 from jaxlowprec.cli.streams import as_json, emit, printable
 from jaxlowprec.recipes.roles import GEMMS
 from jaxlowprec.telemetry.findings import LONGEST_NAME, Limits, findings
-from jaxlowprec.telemetry.recording import Following, Run
+from jaxlowprec.telemetry.recording import RecordFollower, Run
 
 _COLUMNS = ("underflow", "saturation", "floor", "sqnr", "bias")
 
@@ -52,7 +52,7 @@ def run(options: argparse.Namespace) -> int:
         from rich.live import Live
     except ImportError:
         raise CheckpointError("watch: needs rich; pip install 'jaxlowprec[report]', or use --once") from None
-    following = Following(options.run_path)
+    following = RecordFollower(options.run_path)
     with Live(refresh_per_second=4) as live:
         while True:
             live.update(Group(*_shown(loaded(options.run_path, following), limits, options.layers)))
@@ -118,7 +118,7 @@ def lines(run: Run, limits: Limits, count: int) -> list[str]:
 
 
 def _shown(run: Run, limits: Limits, count: int) -> list[Any]:
-    """The same for a terminal, in colours."""
+    """The table for a terminal, in colours."""
     from rich.table import Table
     from rich.text import Text
 

@@ -1,1 +1,1 @@
-"""What a compiled program does on its devices."""
+"""Diagnostics: platforms that a recipe runs on, bytes between devices, and the first layer that goes wrong."""

@@ -49,7 +49,7 @@ class Bad:
         return self.difference.tensor
 
     def __str__(self) -> str:
-        """What, where and since when, in words."""
+        """The fault, its place and its first step, in words."""
         found = self.difference
         what = f"{found.tensor} of {found.layer}" if found.layer else found.tensor
         if found.nonfinite:

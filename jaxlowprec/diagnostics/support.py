@@ -250,7 +250,7 @@ def _gemms(roles: Roles, backward_override: Any) -> dict[str, tuple[Format, ...]
 
 @functools.lru_cache(maxsize=64)
 def _why_refused(recipe: Recipe, grouped: bool) -> str | None:
-    """What a layer says that cannot follow the recipe: its forward and backward pass are traced, not run."""
+    """The error of a layer that cannot follow the recipe, or None: both passes are traced, not run."""
     roles = recipe.roles("grouped_linear" if grouped else "linear")
     n = math.lcm(128, *(fmt.length for fmt in roles.formats))
     x, w = jax.ShapeDtypeStruct((n, n), jnp.bfloat16), jax.ShapeDtypeStruct((n, n), jnp.float32)

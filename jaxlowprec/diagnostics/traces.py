@@ -1,4 +1,5 @@
-"""What each layer of a function computed, and how two such traces differ: of two recipes, programs or platforms."""
+"""Traces of the tensors that each layer of a function computed, and the differences of two traces: of two recipes,
+programs or platforms."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ _LOSS = ""  # the layer of the function's own result
 
 @dataclasses.dataclass(frozen=True)
 class Trace:
-    """What the layers of a function computed, in the order in which they were called.
+    """Sketches of the tensors that a function's layers computed, in the order of the calls.
 
     Attributes:
         layers: by name, float32 [3, 2, 1027]: of input, weight and result, and of their gradients, how many elements
@@ -119,13 +120,13 @@ def tracer(fn: Callable[..., Any], high_precision: bool = False) -> Callable[...
         search = Taps(None, high_precision)
         with entered(search):
             jax.eval_shape(lambda: (fn(*args, **kwargs), None)[1])
-        if not search.found:
+        if not search.shapes:
             raise ValueError(
                 "debug.trace: the function calls no layer of this library; transform it with quantize_matmuls, or use "
                 "linear, dot_general, einsum or this library's Flax layers"
             )
-        orders[frozenset(search.found)] = search.order()
-        state = {name: jnp.zeros(shape, jnp.float32) for name, shape in search.found.items()}
+        orders[frozenset(search.shapes)] = search.order()
+        state = {name: jnp.zeros(shape, jnp.float32) for name, shape in search.shapes.items()}
 
         def watched(state: Any) -> Any:
             with entered(Taps(state, high_precision)):

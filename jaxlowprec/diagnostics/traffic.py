@@ -1,4 +1,4 @@
-"""What a compiled function sends between devices: its collectives, and the bytes that they send.
+"""The traffic of a compiled function between devices: its collectives, and the bytes that they send.
 
     with jax.set_mesh(mesh):
         compiled = jax.jit(step).lower(parameters, batch).compile()

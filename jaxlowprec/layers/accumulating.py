@@ -21,8 +21,8 @@ _current: contextvars.ContextVar[Accumulation | None] = contextvars.ContextVar("
 
 
 @dataclasses.dataclass
-class Sum:
-    """Of a kernel's gradient.
+class Total:
+    """The sum that a kernel's gradient is added to, and the calls that were given the kernel.
 
     Attributes:
         array: float32, of the shape of the matrices that the layer makes of the kernel, see `LayerCall.laid_out`; None
@@ -40,16 +40,16 @@ class Accumulation:
     """Sums by kernel. A kernel is known by its identity: layers are given the very array that the block knows."""
 
     def __init__(self) -> None:
-        self._sums: dict[int, tuple[Any, Sum]] = {}
+        self._totals: dict[int, tuple[Any, Total]] = {}
         self._trace = _current_trace()
 
-    def add(self, kernel: Any, of: Sum) -> None:
+    def add(self, kernel: Any, of: Total) -> None:
         """Layers that are given this kernel use this sum."""
-        self._sums[id(kernel)] = kernel, of
+        self._totals[id(kernel)] = kernel, of
 
-    def of(self, kernel: Any) -> Sum | None:
+    def of(self, kernel: Any) -> Total | None:
         """The sum of a kernel; None within another transformation than the one that the block was entered in."""
-        found = self._sums.get(id(kernel))
+        found = self._totals.get(id(kernel))
         return None if found is None or _current_trace() != self._trace else found[1]
 
 
@@ -58,16 +58,16 @@ def _current_trace() -> Any:
 
 
 @contextlib.contextmanager
-def accumulating(sums: Accumulation) -> Iterator[None]:
+def accumulating(totals: Accumulation) -> Iterator[None]:
     """Within the block, layers use these sums."""
-    token = _current.set(sums)
+    token = _current.set(totals)
     try:
         yield
     finally:
         _current.reset(token)
 
 
-def sum_for(kernel: Any) -> Sum | None:
+def total_for(kernel: Any) -> Total | None:
     """The sum that a layer with this kernel adds its gradient to, if there is one."""
     current = _current.get()
     return None if current is None or kernel is None else current.of(kernel)

@@ -1,4 +1,4 @@
-"""What the layers of Transformer blocks in NNX and Linen have in common."""
+"""Parts that the Transformer layers of NNX and Linen share."""
 
 from __future__ import annotations
 

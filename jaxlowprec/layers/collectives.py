@@ -138,7 +138,7 @@ def all_to_all_quantized(
         return exchanged(leaf, names, dim_of(split, leaf.ndim), dim_of(together, leaf.ndim))
 
     def of_slices(leaf: jax.Array) -> jax.Array:
-        """What each slice of the batch axes has: it goes along with its slice, or all devices have the same."""
+        """Exchanges a leaf that has one value per slice, if batch axes are split; otherwise shares it."""
         if batches:
             return exchanged(leaf, names, split + q.ndim, together + q.ndim)
         return _shared(leaf, q.data, axis_name)

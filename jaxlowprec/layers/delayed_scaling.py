@@ -84,7 +84,7 @@ def init_state(recipe: DelayedScaling, num_experts: int | None = None) -> State:
 
 
 def _shapes(recipe: DelayedScaling, experts: int | None) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Those of a history and of a scale."""
+    """The shapes of an amax history and of a scale."""
     lead = () if experts is None else (experts,)
     return (*lead, recipe.amax_history_len), (*lead, 1)
 
@@ -139,7 +139,7 @@ def _check_unchanged(who: str, tensor: str, state: Mapping[str, Any]) -> None:
 
 
 def _is_changed(leaf: Any, is_scale: bool) -> Any:
-    """Which numbers no layer makes: below 0, or a scale of 0, which is the gradient where there is no new value."""
+    """Mask of the numbers that no layer makes: below 0, or a scale of 0, the gradient where there is no new value."""
     return (leaf <= 0) if is_scale else (leaf < 0)
 
 

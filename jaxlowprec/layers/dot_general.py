@@ -20,7 +20,7 @@ from jaxlowprec.layers.delayed_scaling import State
 from jaxlowprec.layers.layer_call import LayerCall, layer_call
 from jaxlowprec.layers.low_rank import Adapter, LoRAKernel, add_product, check_adapter, is_quantized
 from jaxlowprec.layers.product import QuantizedKernel
-from jaxlowprec.layers.residuals import in_profiles, product
+from jaxlowprec.layers.residuals import in_profiles, tag_product
 from jaxlowprec.layers.subscripts import KernelAxes, contracted_names, kernel_axes, parse, reduce_alone
 from jaxlowprec.layers.watched import watched
 from jaxlowprec.ops.checks import (
@@ -136,12 +136,12 @@ def _dot_general(
         not_quantized(who, "lhs", lhs)
         rhs = call.high_precision_weight(rhs)
         with in_profiles(call.name):
-            return product(jax.lax.dot_general(lhs, rhs, given, **options)), call.state
+            return tag_product(jax.lax.dot_general(lhs, rhs, given, **options)), call.state
     lhs = float_array(who, "lhs", lhs)
     rhs = None if rhs is None else float_array(who, "rhs", rhs)
     if call.calibrates:
         rhs = call.high_precision_weight(rhs)
-        y = product(jax.lax.dot_general(lhs, rhs.astype(lhs.dtype), given, **options))
+        y = tag_product(jax.lax.dot_general(lhs, rhs.astype(lhs.dtype), given, **options))
         return call.recorded(lhs, rhs, y)
     dims = dimension_numbers(who, given, lhs.ndim, None if rhs is None else rhs.ndim)
     (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dims
@@ -333,7 +333,7 @@ def _einsum(
         for i, operand in enumerate(operands):
             not_quantized(who, f"operand {i}", operand)
         with in_profiles(call.name):
-            return product(jnp.einsum(subscripts, *operands, **options)), state
+            return tag_product(jnp.einsum(subscripts, *operands, **options)), state
     if len(operands) != 2:
         raise ValueError(
             f"{who}: {subscripts!r} has {len(operands)} operands; under a recipe it needs two: call it pair by pair"
@@ -345,7 +345,7 @@ def _einsum(
     if not contract:
         return jnp.einsum(subscripts, x, w, **options), state
     if call.calibrates:
-        y = product(jnp.einsum(subscripts, x, w.astype(x.dtype), **options))
+        y = tag_product(jnp.einsum(subscripts, x, w.astype(x.dtype), **options))
         return call.recorded(x, w, y)
     x, x_names = reduce_alone(x, x_names, keep=set(w_names) | set(out))
     reduced = functools.partial(reduce_alone, names=w_names, keep=set(x_names) | set(out))

@@ -1,6 +1,6 @@
 """The quantised MLP with its custom_vjp: one for all of its products, so that it decides what is kept between them.
 
-Of all rows, or of rows in groups, each with kernels of its own; see `Product.sizes`.
+Of all rows, or of rows in groups, each with kernels of its own; see `GemmOperands.sizes`.
 """
 
 from __future__ import annotations
@@ -15,13 +15,19 @@ import jax
 from jaxlowprec.arguments import shown
 from jaxlowprec.arrays.formats import MXFP8
 from jaxlowprec.layers.operands import for_both_ways
-from jaxlowprec.layers.producers import input_gradients, inputs_of, like_input, quantized_gradients, quantized_hidden
+from jaxlowprec.layers.producers import (
+    input_dtype_marker,
+    input_gradients,
+    inputs_of,
+    quantized_gradients,
+    quantized_hidden,
+)
 from jaxlowprec.layers.product import (
-    Input,
-    KeptProduct,
-    Product,
-    ProductSpec,
+    GemmOperands,
+    GemmSpec,
+    QuantizedInput,
     QuantizedKernel,
+    SavedForBackward,
     Specs,
     States,
     amaxes_of_gradient,
@@ -43,19 +49,19 @@ from jaxlowprec.layers.residuals import (
     differentiated_once,
     dtype_marker,
     in_profiles,
-    named,
-    product,
     read,
+    tag_product,
+    tag_residual,
 )
 from jaxlowprec.layers.rows import AllRows, RowsInGroups
 from jaxlowprec.ops.activations import api as ops
-from jaxlowprec.ops.activations.reference import RULES
+from jaxlowprec.ops.activations.reference import NAMED_ACTIVATIONS
 from jaxlowprec.ops.amax import Amaxes
 from jaxlowprec.ops.quantize.api import quantize
 from jaxlowprec.wiring.sharding_rule import resharded, sharding_of
 
 Saved = Literal["quantized", "8bit", "recompute"]
-"""What an MLP keeps of its hidden layer; see `mlp`."""
+"""The form in which an MLP saves its hidden layer for the backward pass; see `mlp`."""
 
 Activation = str | Callable[..., jax.Array]
 """The name of an activation with defined bits, or a function of the hidden layer's operands."""
@@ -77,7 +83,7 @@ class MlpSpec:
 
     activation: Activation
     hidden: Specs
-    down: ProductSpec
+    down: GemmSpec
     saved: Saved
 
 
@@ -100,7 +106,7 @@ def activated(
 
 
 def called(activation: Callable[..., Any], *operands: jax.Array, who: str = "mlp") -> jax.Array:
-    """What a function of the caller gives. Raises ValueError unless it has the operands' shape and dtype."""
+    """Calls the user's activation. Raises ValueError unless the result has the operands' shape and dtype."""
     a = activation(*operands)
     found, needed = jax.typeof(a), jax.typeof(operands[0])
     if (found.shape, found.dtype) != (needed.shape, needed.dtype):
@@ -116,25 +122,25 @@ def _activation_gradients(
     operands: Sequence[jax.Array],
     dy: jax.Array,
     wanted: Amaxes | None = None,
-    sums: bool = False,
+    row_sums: bool = False,
 ) -> dict[str, Any]:
     """The gradient of each operand, its amaxes as `both_ways` takes them, and its sum over rows if that is wanted: what
     `backward_of_all` takes of products that gave the operands. None: not known."""
     with in_profiles("activation gradient"):
         if callable(activation):
             return {"dys": jax.vjp(activation, *operands)[1](dy)}
-        gradients, amaxes, found = ops.activation_gradients(activation, dy, operands, wanted, sums=sums)
+        gradients, amaxes, found = ops.activation_gradients(activation, dy, operands, wanted, row_sums=row_sums)
         gradients = [resharded(g, sharding_of(x)) for g, x in zip(gradients, operands, strict=True)]
-        return {"dys": gradients, "amaxes": list(map(for_both_ways, amaxes)), "sums": found or None}
+        return {"dys": gradients, "amaxes": list(map(for_both_ways, amaxes)), "row_sums": found or None}
 
 
 def operands_of(activation: str) -> int:
     """How many operands a named activation has."""
-    return 2 if RULES[activation].gated else 1
+    return 2 if NAMED_ACTIVATIONS[activation].gated else 1
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _mlp(spec: MlpSpec, x, products: tuple[Product, ...], states: tuple[States, ...]):
+def _mlp(spec: MlpSpec, x, products: tuple[GemmOperands, ...], states: tuple[States, ...]):
     inputs, further, _ = inputs_of(spec.hidden, x, states[:-1], first=products[0])
     of_scaling = [state for state, _ in states]
     each = zip(spec.hidden, for_each(spec.hidden, inputs), products, of_scaling, strict=False)
@@ -147,11 +153,11 @@ def _input_of_down(
     spec: MlpSpec,
     hidden: Sequence[jax.Array],
     states: States,
-    down: Product | KeptProduct,
+    down: GemmOperands | SavedForBackward,
     find=None,
     amaxes=None,
     **wanted: bool,
-) -> tuple[Input, Any]:
+) -> tuple[QuantizedInput, Any]:
     """The activation as the GEMMs of `down` read it, and its amaxes: those that are given, or those to `find`.
 
     `wanted`: see `quantized_input`.
@@ -171,7 +177,7 @@ def _forward(spec: MlpSpec, x, products, states):
     state, probe = states[-1]
     inputs, further, made_from = inputs_of(spec.hidden, x, states[:-1], first=products[0], backward=True)
     hidden, kept, kernels, kept_inputs = forward_of_all(spec.hidden, inputs, products[:-1], states[:-1])
-    hidden = tuple(map(product, hidden))
+    hidden = tuple(map(tag_product, hidden))
 
     find, watched = amaxes_of_input(spec.down), probe is not None
     given, amaxes = _input_of_down(spec, hidden, states[-1], products[-1], find, backward=watched)
@@ -181,29 +187,35 @@ def _forward(spec: MlpSpec, x, products, states):
     if spec.saved == "recompute":
         of_hidden = _recomputable(spec, inputs, products, kernels), [state for state, _ in states[:-1]]
     elif spec.saved == "8bit":
-        of_hidden = tuple(named(quantize(h, MXFP8()), QUANTIZED_INPUT) for h in hidden)
+        of_hidden = tuple(tag_residual(quantize(h, MXFP8()), QUANTIZED_INPUT) for h in hidden)
     # Eight bits give another hidden layer in the backward pass, and so another amax.
     amaxes = None if spec.saved == "8bit" else amaxes
     residuals = kept_inputs, made_from, kept, of_hidden, (amaxes, state, kept_down)
-    return (product(y), further), residuals
+    return (tag_product(y), further), residuals
 
 
 def _recomputable(
-    spec: MlpSpec, inputs: Sequence[Input], products: Sequence[Product], kernels: Sequence[QuantizedKernel]
-) -> tuple[list[Input], list[Product]]:
-    """What the forward GEMMs of the hidden layer read, without what they do not read."""
+    spec: MlpSpec,
+    inputs: Sequence[QuantizedInput],
+    products: Sequence[GemmOperands],
+    kernels: Sequence[QuantizedKernel],
+) -> tuple[list[QuantizedInput], list[GemmOperands]]:
+    """Residuals from which the hidden layer's forward GEMMs are computed again: only the operands that these read."""
     of_input = zip(spec.hidden, inputs, strict=False)
-    inputs = [Input(None, each.rowwise, None) if own.fprop else Input(each.x, None, None) for own, each in of_input]
+    inputs = [
+        QuantizedInput(None, each.rowwise, None) if own.fprop else QuantizedInput(each.x, None, None)
+        for own, each in of_input
+    ]
     of_kernels = [
-        Product(None, p.bias, None, QuantizedKernel(None, named(kernel.columnwise, QUANTIZED_WEIGHT)))
+        GemmOperands(None, p.bias, None, QuantizedKernel(None, tag_residual(kernel.columnwise, QUANTIZED_WEIGHT)))
         if own.fprop
-        else Product(p.w, p.bias, None, p.quantized)
+        else GemmOperands(p.w, p.bias, None, p.quantized)
         for own, p, kernel in zip(spec.hidden, products[:-1], kernels, strict=True)
     ]
     of_kernels = [
         again._replace(sizes=p.sizes, of_sums=p.of_sums) for again, p in zip(of_kernels, products, strict=False)
     ]
-    return [named(each, QUANTIZED_INPUT) for each in inputs], of_kernels
+    return [tag_residual(each, QUANTIZED_INPUT) for each in inputs], of_kernels
 
 
 def _backward(spec: MlpSpec, residuals, gradients):
@@ -212,28 +224,28 @@ def _backward(spec: MlpSpec, residuals, gradients):
     # The barrier keeps XLA from taking what is computed again here from the forward pass, which would have to keep it.
     of_hidden, dy = jax.lax.optimization_barrier((of_hidden, dy))
     hidden = _hidden_again(spec, of_hidden)
-    states = state, kept_down.found
+    states = state, kept_down.telemetry
     given, _ = _input_of_down(spec, hidden, states, kept_down, amaxes=amaxes, forward=False, backward=True)
     a = read_by_wgrad(spec.down, given)
     da, of_down, down_states = backward(spec.down, a, kept_down, dy, hidden[0].dtype)
     of_each = _gradients_of_hidden(spec, kept, hidden, da)
-    like = like_input(made_from)
-    dx, of_products, new_states = backward_of_all(spec.hidden, kept_inputs, kept, like_x=like, **of_each)
+    x_marker = input_dtype_marker(made_from)
+    dx, of_products, new_states = backward_of_all(spec.hidden, kept_inputs, kept, x_marker=x_marker, **of_each)
     return input_gradients(made_from, dx, of_further), (*of_products, of_down), (*new_states, down_states)
 
 
 def _gradients_of_hidden(
-    spec: MlpSpec, kept: Sequence[KeptProduct], hidden: Sequence[jax.Array], da: jax.Array
+    spec: MlpSpec, kept: Sequence[SavedForBackward], hidden: Sequence[jax.Array], da: jax.Array
 ) -> dict[str, Any]:
-    """What `backward_of_all` takes of the gradients of the hidden layer."""
+    """The gradients of the hidden layer, as keyword arguments of `backward_of_all`."""
     found = quantized_gradients(spec.activation, spec.hidden, kept, hidden, da)
     if found is not None:
         return {"dys": [None] * len(found), "quantized": found}
     if kept[0].sizes is not None:  # `backward` finds the amaxes and sums of each group
         return {"dys": _activation_gradients(spec.activation, hidden, da)["dys"]}
-    first, biased = spec.hidden[0], any(product.like[1] is not None for product in kept)
+    first, biased = spec.hidden[0], any(product.dtype_markers[1] is not None for product in kept)
     wanted = amaxes_of_gradient(first) or Amaxes(plain=False, rows_split=first.rows_split)
-    return _activation_gradients(spec.activation, hidden, da, wanted, sums=biased)
+    return _activation_gradients(spec.activation, hidden, da, wanted, row_sums=biased)
 
 
 def _hidden_again(spec: MlpSpec, of_hidden: Any) -> Sequence[jax.Array]:
@@ -251,7 +263,7 @@ def _hidden_again(spec: MlpSpec, of_hidden: Any) -> Sequence[jax.Array]:
 
 _mlp.defvjp(_forward, _backward)
 quantized_mlp = jax.jit(_mlp, static_argnums=0)  # MLPs with equal specs are traced once, whatever their names
-"""MlpSpec, x [..., T, K], a Product and States for each kernel, that of `down` last -> [..., T, N].
+"""MlpSpec, x [..., T, K], a GemmOperands and States for each kernel, that of `down` last -> [..., T, N].
 
 x may be a NormedInput. A list of further results comes second, see `normed_input.inputs_of`.
 """
@@ -265,13 +277,13 @@ def activated_from_8bit(activation: Activation, operands: tuple[jax.Array, ...])
 
 def _forward_8bit(activation: Activation, operands):
     operands = differentiated_once(operands)
-    kept = [named(quantize(x, MXFP8()), QUANTIZED_INPUT) for x in operands]
+    kept = [tag_residual(quantize(x, MXFP8()), QUANTIZED_INPUT) for x in operands]
     return activated(activation, operands)[0], (kept, [dtype_marker(x) for x in operands])
 
 
 def _backward_8bit(activation: Activation, residuals, dy):
-    kept, like = residuals
-    operands = [x.dequantize(marker.dtype) for x, marker in zip(read(kept), like, strict=True)]
+    kept, markers = residuals
+    operands = [x.dequantize(marker.dtype) for x, marker in zip(read(kept), markers, strict=True)]
     return (tuple(_activation_gradients(activation, operands, differentiated_once(dy))["dys"]),)
 
 

@@ -16,11 +16,11 @@ from jaxlowprec.arguments import a_text
 from jaxlowprec.layers.collectives import all_gather_quantized
 from jaxlowprec.layers.layer_call import sum_randomness
 from jaxlowprec.layers.linear import check_kernel_to_quantize, quantized_once
-from jaxlowprec.layers.product import QuantizedKernel, summed
+from jaxlowprec.layers.product import QuantizedKernel, sum_over_devices
 from jaxlowprec.layers.residuals import in_profiles
 from jaxlowprec.ops.byte_collectives import Axes, names_of
 from jaxlowprec.ops.checks import last_axis, mesh_axes
-from jaxlowprec.ops.sums.kinds import SumKind, sums_of
+from jaxlowprec.ops.sums.kinds import SumKind, adder_of
 from jaxlowprec.recipes.autocast import FROM_CONTEXT, resolve
 from jaxlowprec.recipes.fields import IN_FLOAT32
 from jaxlowprec.recipes.roles import ModuleType, Recipe
@@ -105,7 +105,7 @@ def all_gather_kernel(
         sums = own.sums
     rows, columns = quantized.shape[-2:]
     source = sum_randomness(who, sums, key, (rows, columns), name)
-    how = summed(sums, "wgrad", source, columnwise if rowwise is None else rowwise)
+    how = sum_over_devices(sums, "wgrad", source, columnwise if rowwise is None else rowwise)
     return _gathered(axes, kernel.ndim + axis, how.kind, kernel, how.words), quantized
 
 
@@ -119,7 +119,7 @@ def _gathered_forward(axes, dim, kind, kernel, words):
 
 
 def _scattered(axes: Any, dim: int, kind: SumKind, words: jax.Array | None, dw: jax.Array) -> tuple[jax.Array, None]:
-    total = sums_of(kind).add_up(dw.astype(jnp.float32), wiring.Partials({dim: axes}, (), ()), words)
+    total = adder_of(kind).add_up(dw.astype(jnp.float32), wiring.Partials({dim: axes}, (), ()), words)
     return total.astype(dw.dtype), None
 
 

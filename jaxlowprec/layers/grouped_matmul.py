@@ -21,23 +21,23 @@ from jaxlowprec.arguments import as_array, shown
 from jaxlowprec.arrays.formats import BLOCK
 from jaxlowprec.arrays.quantized_array import QuantizedArray
 from jaxlowprec.layers import delayed_scaling, weight_only
-from jaxlowprec.layers.layer_call import LayerCall, Prepared, layer_call, randomness_of
+from jaxlowprec.layers.layer_call import LayerCall, PreparedProduct, layer_call, randomness_of
 from jaxlowprec.layers.linear import features_of
 from jaxlowprec.layers.measured import measured_weight
-from jaxlowprec.layers.product import Product, ProductSpec, QuantizedKernel
+from jaxlowprec.layers.product import GemmOperands, GemmSpec, QuantizedKernel
 from jaxlowprec.layers.quantized_matmul import quantized_matmuls
 from jaxlowprec.layers.residuals import (
     QUANTIZED_WEIGHT,
     differentiated_once,
     dtype_marker,
     in_profiles,
-    named,
-    product,
     read,
+    tag_product,
+    tag_residual,
 )
 from jaxlowprec.layers.rows import RowsInGroups
 from jaxlowprec.layers.watched import watched
-from jaxlowprec.layers.weight_only import Served, quantize_weight, through_estimator
+from jaxlowprec.layers.weight_only import WeightServing, quantize_weight, through_estimator
 from jaxlowprec.ops.checks import a_sharding, float_array, float_dtype, wider_dtype
 from jaxlowprec.ops.grouped_matmul.groups import LEAST_TOO_LARGE, cut_to_rows
 from jaxlowprec.ops.grouped_matmul.plain import rows_product
@@ -161,7 +161,7 @@ def _product(call: LayerCall, x: Any, kernels: Any, bias: Any, sizes: Any, dtype
         wide = dtype if bias is None else jnp.dtype("float32")
         with in_profiles(name):
             y = rows_product(x, jnp.asarray(kernels, x.dtype), sizes, wide, precision)
-            y = product(RowsInGroups(sizes, precision).biased(y, bias).astype(dtype))
+            y = tag_product(RowsInGroups(sizes, precision).biased(y, bias).astype(dtype))
         return call.recorded(x, kernels, y, sizes) if call.calibrates else (y, call.state)
     loaded = None if call.quantized is None else call.quantized.columnwise
     if roles is None or (roles.ste is not None and roles.weight is not None):
@@ -192,7 +192,7 @@ def prepared_groups(
     sizes: jax.Array,
     dtype: Any,
     out_sharding: Any = None,
-) -> Prepared:
+) -> PreparedProduct:
     """A product in which rows and weights are quantised. x may be abstract. Sums over devices are in float32."""
     call.check_quantized(kernels)
     roles = checked_roles(call)
@@ -201,11 +201,11 @@ def prepared_groups(
     randomness = randomness_of(call.who, roles, call.key, sizes.shape, lines, call.name)
     shardings = _shardings(x, kernels, bias)
     result = jnp.dtype(dtype), shardings, out_sharding, False, call.precision
-    spec = ProductSpec(roles, recipe.backward_override, IN_FLOAT32, recipe.delayed, *result)
+    spec = GemmSpec(roles, recipe.backward_override, IN_FLOAT32, recipe.delayed, *result)
     silence.warn_once(call.who, recipe, silence.of_roles(roles, recipe.backward_override), depth=2)
-    product = call.accumulated(Product(kernels, bias, randomness, call.quantized, sizes=sizes))
+    product = call.accumulated(GemmOperands(kernels, bias, randomness, call.quantized, sizes=sizes))
     used, state = call.used_state(call.quantized if kernels is None else kernels)
-    return Prepared(spec, product, (used, _probe(call.who, call.name)), state)
+    return PreparedProduct(spec, product, (used, _probe(call.who, call.name)), state)
 
 
 def ragged_dot(
@@ -253,7 +253,7 @@ def ragged_dot(
 
 
 def _probe(who: str, name: str) -> probes.Probe | None:
-    """What telemetry needs of the layer, if it is measured."""
+    """Telemetry's probe of the layer if it is measured, with its what_if roles checked; else None."""
     probe = probes.probe(who, name, "grouped_linear")
     for label, roles in () if probe is None else probe.what_if:
         _check_rows(f"{who}: telemetry's what_if {label!r}", roles)
@@ -321,11 +321,11 @@ class WeightOnlyGroupsSpec:
 
     Attributes:
         served: how the weights are served.
-        out_dtype, shardings: see `ProductSpec`.
+        out_dtype, shardings: see `GemmSpec`.
         precision: precision of the backward GEMMs, checked; the forward GEMM always has float32 sums.
     """
 
-    served: Served
+    served: WeightServing
     out_dtype: Any
     shardings: tuple[Any, Any, Any]
     precision: Any
@@ -348,27 +348,27 @@ def _weight_only_fprop(spec: WeightOnlyGroupsSpec, x, w, bias, q, sizes):
 def _weight_only_forward(spec: WeightOnlyGroupsSpec, x, w, bias, q, sizes, probe):
     x, w, bias = differentiated_once((x, w, bias))
     y, q = _weight_only_fprop(spec, x, w, bias, q, sizes)
-    like = tuple(dtype_marker(a) for a in (x, w, bias))
-    kept = None if w is None else x, named(q, QUANTIZED_WEIGHT), w if spec.served.ste == "clipped" else None
+    markers = tuple(dtype_marker(a) for a in (x, w, bias))
+    kept = None if w is None else x, tag_residual(q, QUANTIZED_WEIGHT), w if spec.served.ste == "clipped" else None
     found = None if probe is None else measured_weight(probe, x, w, q, sizes=sizes)
-    return product(y), (kept, like, sizes, found)
+    return tag_product(y), (kept, markers, sizes, found)
 
 
 def _weight_only_backward(spec: WeightOnlyGroupsSpec, residuals, dy):
-    (x, q, clipped), (like_x, like_w, like_bias), sizes, found = residuals
+    (x, q, clipped), (x_marker, w_marker, bias_marker), sizes, found = residuals
     x_sharding, w_sharding, bias_sharding = spec.shardings
     rows = RowsInGroups(sizes, spec.precision)
     dy = differentiated_once(dy)
     with in_profiles("dgrad"):
-        dx = rows.plain_by_weight(dy, jnp.swapaxes(read(q).dequantize(dy.dtype), -1, -2), like_x.dtype, x_sharding)
+        dx = rows.plain_by_weight(dy, jnp.swapaxes(read(q).dequantize(dy.dtype), -1, -2), x_marker.dtype, x_sharding)
     dw: Any = None
-    if like_w is not None:
+    if w_marker is not None:
         with in_profiles("wgrad"):
-            dw = rows.plain_wgrad(x, dy, like_w.dtype, None)
+            dw = rows.plain_wgrad(x, dy, w_marker.dtype, None)
         if clipped is not None:
             dw = through_estimator(dw, clipped, spec.served)
         dw = resharded(dw, w_sharding)
-    dbias = rows.bias_gradient(dy, like_bias, bias_sharding)
+    dbias = rows.bias_gradient(dy, bias_marker, bias_sharding)
     return dx, dw, dbias, None, None, found
 
 

@@ -15,7 +15,7 @@ from jaxlowprec.layers import delayed_scaling
 from jaxlowprec.layers.fused_mlp import check_hidden, check_mlp, composed
 from jaxlowprec.layers.fused_mlp_product import Activation, MlpSpec, Saved, quantized_mlp
 from jaxlowprec.layers.grouped_matmul import checked_groups, checked_sizes, groups_product, prepared_groups
-from jaxlowprec.layers.layer_call import LayerCall, Prepared
+from jaxlowprec.layers.layer_call import LayerCall, PreparedProduct
 from jaxlowprec.layers.linear import features_of
 from jaxlowprec.layers.product import QuantizedKernel
 from jaxlowprec.layers.residuals import in_profiles
@@ -136,7 +136,7 @@ def _is_quantized(checked: Sequence[_Checked]) -> bool:
 
 def _prepared(
     x: jax.Array, checked: Sequence[_Checked], sizes: jax.Array, activation: Any, saved: Any, out_dtype: Any
-) -> tuple[MlpSpec, list[Prepared]]:
+) -> tuple[MlpSpec, list[PreparedProduct]]:
     """The spec of the MLP, and its products."""
     *hidden, (down, down_bias, down_call) = checked
     gate, _, gate_call = hidden[0]

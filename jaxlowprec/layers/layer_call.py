@@ -21,9 +21,9 @@ from jaxlowprec.arguments import a_text, shown
 from jaxlowprec.arrays.formats import Format
 from jaxlowprec.arrays.quantized_array import QuantizedArray, check_quantized
 from jaxlowprec.layers import delayed_scaling, weight_only
-from jaxlowprec.layers.accumulating import Sum, sum_for
+from jaxlowprec.layers.accumulating import Total, total_for
 from jaxlowprec.layers.operands import weight_both_ways
-from jaxlowprec.layers.product import Product, ProductSpec, QuantizedKernel, States
+from jaxlowprec.layers.product import GemmOperands, GemmSpec, QuantizedKernel, States
 from jaxlowprec.layers.quantized_matmul import quantized_matmuls, recording
 from jaxlowprec.layers.residuals import in_profiles
 from jaxlowprec.ops.checks import checked_precision
@@ -39,7 +39,7 @@ from jaxlowprec.telemetry import probes
 from jaxlowprec.wiring.sharding_rule import dimensions_of, resharded, sharding_of, sharding_of_product
 
 
-class Prepared(NamedTuple):
+class PreparedProduct(NamedTuple):
     """The arguments of a product whose operands are quantised.
 
     Attributes:
@@ -47,8 +47,8 @@ class Prepared(NamedTuple):
         state: that of delayed scaling for the layer's next call.
     """
 
-    spec: ProductSpec
-    product: Product
+    spec: GemmSpec
+    product: GemmOperands
     states: States
     state: delayed_scaling.State | None
 
@@ -78,7 +78,7 @@ class LayerCall:
     quantized: QuantizedKernel | None
     state: delayed_scaling.State | None
     precision: Any
-    total: Sum | None = None
+    total: Total | None = None
     kind: str = "linear"
     layouts: tuple[Callable[[jax.Array], jax.Array], ...] = ()
 
@@ -158,7 +158,9 @@ class LayerCall:
             (y,), _ = quantized_matmuls((prepared.spec,), x, (product,), (prepared.states,))
         return y, prepared.state
 
-    def prepared(self, x: Any, w: jax.Array | None, bias: jax.Array | None, result: tuple[Any, Any, bool]) -> Prepared:
+    def prepared(
+        self, x: Any, w: jax.Array | None, bias: jax.Array | None, result: tuple[Any, Any, bool]
+    ) -> PreparedProduct:
         """The product in which input and weight are quantised. x may be abstract.
 
         `result`: its dtype, its sharding in explicit mode, and `rows_split`, see `matmul`.
@@ -171,7 +173,7 @@ class LayerCall:
         out_sharding = self._out_sharding(x, w, out_sharding)
         shardings = sharding_of(x), sharding_of(w), sharding_of(bias)
         of_recipe = recipe.backward_override, recipe.sums, recipe.delayed
-        spec = ProductSpec(roles, *of_recipe, jnp.dtype(out_dtype), shardings, out_sharding, rows_split, self.precision)
+        spec = GemmSpec(roles, *of_recipe, jnp.dtype(out_dtype), shardings, out_sharding, rows_split, self.precision)
         silence.warn_once(self.who, recipe, silence.of_roles(roles, recipe.backward_override), depth=2)
         batch = x.shape[: -3 if rows_split else -2]
         tokens = math.prod(x.shape[len(batch) : -1])
@@ -182,8 +184,8 @@ class LayerCall:
         of_weight = weight_randomness(self.who, roles, self.key, weight.shape, self.name)
         of_sums = sum_randomness(self.who, recipe.sums, self.key, (*x.shape[-1:], *weight.shape[-1:]), self.name)
         sources: Any = {"signs": signs, "of_weight": of_weight, "of_sums": of_sums}
-        product = Product(w, bias, randomness, self.quantized, **sources)
-        return Prepared(spec, self.accumulated(product), states, state)
+        product = GemmOperands(w, bias, randomness, self.quantized, **sources)
+        return PreparedProduct(spec, self.accumulated(product), states, state)
 
     def laid_out(self, layout: Callable[[jax.Array], jax.Array]) -> LayerCall:
         """The call of a layer whose product takes `layout` of its kernel, a linear function of it.
@@ -196,7 +198,7 @@ class LayerCall:
         """The weight [..., K, N] of the product that the layer makes of its kernel."""
         return functools.reduce(lambda w, layout: layout(w), self.layouts, kernel)
 
-    def accumulated(self, product: Product) -> Product:
+    def accumulated(self, product: GemmOperands) -> GemmOperands:
         """The call's product, with the sum that its kernel's gradient is added to, if there is one."""
         if self.total is None or self.quantized is not None:
             return product
@@ -210,7 +212,7 @@ class LayerCall:
         return sharding_of_product(x, self.dimension_of_features(w))
 
     def dimension_of_features(self, w: jax.Array | None) -> Any:
-        """What splits N of the weight [..., K, N], in explicit mode."""
+        """The mesh axes that split N of the weight [..., K, N], in explicit mode."""
         quantized: Any = self.quantized
         return dimensions_of(w)[-1] if w is not None else dimensions_of(quantized.columnwise.data)[-2]
 
@@ -285,7 +287,7 @@ def layer_call(
         check_kernel(who, quantized)
     own = resolve(who, recipe, name)
     if not isinstance(kernel, QuantizedArray):
-        return kernel, LayerCall(who, name, own, key, quantized, state, precision, sum_for(kernel), kind)
+        return kernel, LayerCall(who, name, own, key, quantized, state, precision, total_for(kernel), kind)
     if quantized is not None:
         raise ValueError(f"{who}: kernel is quantised and quantized_kernel= is given; needs one of them")
     weight_only.check_loaded(who, name, kernel, resolve(who, recipe))
@@ -333,7 +335,7 @@ def _formats(*forms: Any) -> tuple[Format | None, ...]:
 
 
 def _kernel_forms(formats: tuple[Format | None, ...], weight_only: bool) -> str:
-    """What a kernel is quantised to, in words, by the formats of its rowwise and columnwise forms."""
+    """The formats of a kernel's rowwise and columnwise forms and the GEMMs that read them, in words."""
     row, column = formats
     to = [f"{fmt} in {gemm}" for fmt, gemm in ((column, "fprop"), (row, "dgrad")) if fmt is not None]
     if not to:

@@ -17,7 +17,7 @@ from jaxlowprec.layers import delayed_scaling, weight_only
 from jaxlowprec.layers.layer_call import LayerCall, layer_call, quantized_weight
 from jaxlowprec.layers.low_rank import LoRAKernel, add_product, check_adapter
 from jaxlowprec.layers.product import QuantizedKernel
-from jaxlowprec.layers.residuals import in_profiles, product
+from jaxlowprec.layers.residuals import in_profiles, tag_product
 from jaxlowprec.layers.watched import watched
 from jaxlowprec.ops.checks import a_sharding, float_array
 from jaxlowprec.ops.quantize.random_bits import check_key
@@ -226,7 +226,7 @@ def _linear(call: LayerCall, x: Any, kernel: Any, bias: Any, out_sharding: Any) 
         dims = (((x.ndim - 1,), (0,)), ((), ()))
         with in_profiles(call.name):
             y = jax.lax.dot_general(x, kernel.astype(x.dtype), dims, call.precision, out_sharding=out_sharding)
-            y = product(y if bias is None else y + jnp.broadcast_to(bias.astype(x.dtype), y.shape))
+            y = tag_product(y if bias is None else y + jnp.broadcast_to(bias.astype(x.dtype), y.shape))
         return call.recorded(x, kernel, y) if call.calibrates else (y, call.state)
     lines = [math.prod(x.shape[:-2]), x.shape[-2]] if x.ndim > 2 else [math.prod(x.shape[:-1])]
     tokens = x.reshape(*lines, x.shape[-1])

@@ -44,7 +44,7 @@ class Adapter:
 
     @property
     def scale(self) -> float:
-        """What a @ b is multiplied by."""
+        """The factor of a @ b: alpha / rank."""
         return self.alpha / self.rank
 
     @property

@@ -1,4 +1,4 @@
-"""What a layer's quantisation did to its tensors, for telemetry."""
+"""Telemetry of a layer: the effect of quantisation on its tensors."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from jaxlowprec.telemetry import measuring, probes
 from jaxlowprec.telemetry.sampling import Gemm, Operand, RowsByWeights, WithinGroups
 
 
-class Measured(NamedTuple):
-    """What a layer's forward pass found, and what the measurements of its backward pass need.
+class ForwardMeasurements(NamedTuple):
+    """Measurements of a layer's forward pass, and lines of its tensors that the backward pass measures.
 
     Attributes:
         probe: telemetry's.
-        found: by label.
-        kept: lines for wgrad and dgrad; None where these are not quantised.
+        statistics: by label.
+        lines: for wgrad and dgrad; None where these are not quantised.
     """
 
     probe: probes.Probe
-    found: dict[str, jax.Array]
-    kept: measuring.Kept
+    statistics: dict[str, jax.Array]
+    lines: measuring.SampledLines
 
 
 Forms = tuple[Any, Any]
@@ -42,7 +42,7 @@ def measured_forward(
     w_forms: Forms,
     rows_split: bool = False,
     sizes: jax.Array | None = None,
-) -> Measured:
+) -> ForwardMeasurements:
     """Measures the forward pass of a product x @ w; w is None if only its quantised forms are known.
 
     Arguments:
@@ -58,12 +58,14 @@ def measured_forward(
         weight = w_row if w_column is None else w_column
         if w_column is not None:
             gemms["fprop"] = _by_weight(Operand(x, x_row, -1), Operand(w, w_column, -2), rows_split, sizes)
-    kept = measuring.Kept(None if x_column is None else x, None if w_row is None else w)
-    return Measured(probe, *_measured(probe, measuring.Seen(tensors, gemms, weight, kept), rows_split, sizes))
+    kept = measuring.SampledLines(None if x_column is None else x, None if w_row is None else w)
+    return ForwardMeasurements(
+        probe, *_measured(probe, measuring.PassTensors(tensors, gemms, weight, kept), rows_split, sizes)
+    )
 
 
 def measured_backward(
-    before: Measured,
+    before: ForwardMeasurements,
     kept: tuple[Any, Any],
     dy: jax.Array,
     dy_forms: Forms,
@@ -74,16 +76,16 @@ def measured_backward(
     dy_row, dy_column = dy_forms
     x_column, w_row = kept
     gemms: dict[str, Any] = {}
-    if before.kept.w is not None and dy_row is not None:
-        gemms["dgrad"] = _by_weight(Operand(dy, dy_row, -1), Operand(before.kept.w, w_row, None), rows_split, sizes)
-    if before.kept.x is not None and dy_column is not None:
-        operands = Operand(before.kept.x, x_column, None), Operand(dy, dy_column, -2)
+    if before.lines.w is not None and dy_row is not None:
+        gemms["dgrad"] = _by_weight(Operand(dy, dy_row, -1), Operand(before.lines.w, w_row, None), rows_split, sizes)
+    if before.lines.x is not None and dy_column is not None:
+        operands = Operand(before.lines.x, x_column, None), Operand(dy, dy_column, -2)
         gemms["wgrad"] = (
             Gemm(*operands, "ab" if rows_split else "") if sizes is None else WithinGroups(*operands, sizes)
         )
     tensors = {"gradient rowwise": (dy, dy_row), "gradient columnwise": (dy, dy_column)}
-    found, _ = _measured(before.probe, measuring.Seen(tensors, gemms), rows_split, sizes)
-    return before.probe.gradient(jax.tree.map(jnp.add, before.found, found))
+    found, _ = _measured(before.probe, measuring.PassTensors(tensors, gemms), rows_split, sizes)
+    return before.probe.gradient(jax.tree.map(jnp.add, before.statistics, found))
 
 
 def measured_weight(
@@ -96,13 +98,15 @@ def measured_weight(
 ) -> probes.Probe:
     """Measures a product whose weight alone is quantised: the cotangent of the probe."""
     fprop = _by_weight(Operand(x, None, -1), Operand(w, q, -2), rows_split, sizes)
-    found, _ = _measured(probe, measuring.Seen({"weight columnwise": (w, q)}, {"fprop": fprop}, q), rows_split, sizes)
+    found, _ = _measured(
+        probe, measuring.PassTensors({"weight columnwise": (w, q)}, {"fprop": fprop}, q), rows_split, sizes
+    )
     return probe.gradient(found)
 
 
 def _measured(
-    probe: probes.Probe, seen: measuring.Seen, rows_split: bool, sizes: jax.Array | None
-) -> tuple[dict[str, jax.Array], measuring.Kept]:
+    probe: probes.Probe, seen: measuring.PassTensors, rows_split: bool, sizes: jax.Array | None
+) -> tuple[dict[str, jax.Array], measuring.SampledLines]:
     """See `measuring.measure`."""
 
     def requantize(roles: Roles, name: str, x: jax.Array) -> Any:

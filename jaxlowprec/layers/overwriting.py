@@ -151,7 +151,7 @@ def _tensors(tree: Any) -> dict[Any, dict[str, Any]]:
 
 
 def _place(path: Any) -> tuple[Any, str]:
-    """Where a tensor's history and scale are, and which of them has this path; (None, "") for other leaves."""
+    """The path of a tensor's history and scale, and which of them a leaf is; (None, "") for other leaves."""
     names = [str(getattr(k, "key", getattr(k, "name", k))) for k in path]
     for i in reversed(range(len(names))):
         for part in (_HISTORY, _SCALE):

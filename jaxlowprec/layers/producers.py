@@ -14,10 +14,10 @@ import jax
 from jaxlowprec import wiring
 from jaxlowprec.layers.operands import alike, for_both_ways, role_of
 from jaxlowprec.layers.product import (
-    Input,
-    KeptProduct,
-    Product,
-    ProductSpec,
+    GemmOperands,
+    GemmSpec,
+    QuantizedInput,
+    SavedForBackward,
     Specs,
     States,
     amaxes_of_input,
@@ -58,7 +58,7 @@ class NormedInput:
 
     @staticmethod
     def of(norm: Norm, tokens: jax.Array) -> NormedInput:
-        """Of the norm's x as products take it, `tokens`."""
+        """The input that `norm` makes, from its x in the shape that products take, `tokens`."""
         residual = None if norm.residual is None else norm.residual.reshape(tokens.shape)
         arrays = tokens, residual, norm.weight, norm.beta
         x, residual, weight, beta = wiring.align_varying(*arrays)
@@ -66,7 +66,7 @@ class NormedInput:
 
 
 class _KeptNorm(NamedTuple):
-    """What the backward pass needs of a norm."""
+    """Residuals of a norm for its backward pass."""
 
     norm: NormedInput  # with what was normed as its x, and no residual
     saved: tuple[jax.Array, ...]
@@ -77,9 +77,9 @@ def inputs_of(
     x: jax.Array | NormedInput,
     states: Sequence[States],
     *,
-    first: Product,
+    first: GemmOperands,
     backward: bool = False,
-) -> tuple[tuple[Input, ...], list[jax.Array], Any]:
+) -> tuple[tuple[QuantizedInput, ...], list[jax.Array], Any]:
     """`quantized_inputs` of x, further results, and what `input_gradients` needs. `first`: of the products.
 
     The further result is that of a norm with a residual: the sum of it and x.
@@ -93,7 +93,7 @@ def inputs_of(
         with in_profiles("norm, quantize input"):
             options: Any = {"columnwise": backward, "rows_split": spec.rows_split}
             found: Any = quantized_norm(x.spec, fmt, *operands, **options)
-        inputs: tuple[Input, ...] = (Input(None, found.rowwise, found.columnwise),)
+        inputs: tuple[QuantizedInput, ...] = (QuantizedInput(None, found.rowwise, found.columnwise),)
     else:
         with in_profiles("norm"):
             wanted = amaxes_of_input(spec, backward)
@@ -105,7 +105,7 @@ def inputs_of(
     return inputs, [] if found.total is None else [found.total], kept
 
 
-def _reads_codes_alone(spec: ProductSpec, states: Sequence[States]) -> bool:
+def _reads_codes_alone(spec: GemmSpec, states: Sequence[States]) -> bool:
     """Whether products read nothing of their input but what the norm's kernel quantises in its pass."""
     row, column = role_of(spec.fprop, 0), role_of(spec.wgrad, 0)
     watched = any(part is not None for state in states for part in state)
@@ -120,7 +120,7 @@ def _reads_codes_alone(spec: ProductSpec, states: Sequence[States]) -> bool:
     )
 
 
-def like_input(kept: Any) -> Any:
+def input_dtype_marker(kept: Any) -> Any:
     """An array of the input's dtype, from what `inputs_of` kept."""
     return kept.norm.x if isinstance(kept, _KeptNorm) else kept
 
@@ -142,14 +142,14 @@ def input_gradients(kept: Any, dx: jax.Array, of_results: Sequence[jax.Array]) -
 
 
 def quantized_hidden(
-    activation: Any, down: ProductSpec, operands: Sequence[jax.Array], states: States, sizes: Any, **wanted: bool
-) -> Input | None:
+    activation: Any, down: GemmSpec, operands: Sequence[jax.Array], states: States, sizes: Any, **wanted: bool
+) -> QuantizedInput | None:
     """The input of `down`, quantised as its GEMMs read it and not stored; None where that cannot be.
 
     Arguments:
         operands: of the activation.
         states: of `down`: None each, or something else reads its input.
-        sizes: see `Product`.
+        sizes: see `GemmOperands`.
         wanted: `forward`, `backward`; see `quantized_input`.
     """
     row, column = roles_of_input(down, **wanted)
@@ -159,13 +159,13 @@ def quantized_hidden(
     if in_high_precision or read_elsewhere or not _in_one_pass(activation, down, row, column):
         return None
     with in_profiles("activation, quantize input"):
-        return Input(
+        return QuantizedInput(
             None, *quantized_activation(activation, _format(row, column), operands, **_directions(down, row, column))
         )
 
 
 def quantized_gradients(
-    activation: Any, specs: Specs, kept: Sequence[KeptProduct], operands: Sequence[jax.Array], da: jax.Array
+    activation: Any, specs: Specs, kept: Sequence[SavedForBackward], operands: Sequence[jax.Array], da: jax.Array
 ) -> list[tuple[Any, Any]] | None:
     """The gradients of the results of products, the activation's operands, row- and columnwise, as their GEMMs read
     them, and not stored; None where that cannot be. They share their input, and so their roles.
@@ -174,10 +174,10 @@ def quantized_gradients(
         kept: of each product.
         da: the activation's gradient.
     """
-    first, learn = specs[0], any(product.like[0] is not None for product in kept)
+    first, learn = specs[0], any(product.dtype_markers[0] is not None for product in kept)
     row, column = role_of(first.dgrad, 0), role_of(first.wgrad, 1, learn)
     in_high_precision = row is None or (learn and column is None)
-    read_elsewhere = any(part is not None for k in kept for part in (k.like[1], k.sizes, k.state, k.found))
+    read_elsewhere = any(part is not None for k in kept for part in (k.dtype_markers[1], k.sizes, k.state, k.telemetry))
     if in_high_precision or read_elsewhere or not _in_one_pass(activation, first, row, column):
         return None
     with in_profiles("activation gradient, quantize gradient"):
@@ -185,7 +185,7 @@ def quantized_gradients(
         return quantized_activation_gradients(activation, fmt, da, operands, **_directions(first, row, column))
 
 
-def _in_one_pass(activation: Any, spec: ProductSpec, row: Role | None, column: Role | None) -> bool:
+def _in_one_pass(activation: Any, spec: GemmSpec, row: Role | None, column: Role | None) -> bool:
     """Whether the activation's kernel quantises as these roles say: those of a tensor rowwise and columnwise."""
     roles = [role for role in (row, column) if role is not None]
     if callable(activation) or not roles or (len(roles) == 2 and not alike(row, column)) or spec.delayed is not None:
@@ -199,5 +199,5 @@ def _format(row: Role | None, column: Role | None) -> Any:
     return role.format
 
 
-def _directions(spec: ProductSpec, row: Role | None, column: Role | None) -> dict[str, Any]:
+def _directions(spec: GemmSpec, row: Role | None, column: Role | None) -> dict[str, Any]:
     return {"rowwise": row is not None, "columnwise": column is not None, "rows_split": spec.rows_split}

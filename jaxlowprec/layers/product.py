@@ -1,6 +1,6 @@
 """A product of quantised operands and its gradients: the parts of which `quantized_matmul` and the MLP are made.
 
-Of all rows by one weight, or of rows in groups by a weight for each; see `rows`.
+It multiplies all rows by one weight, or rows in groups by a weight for each; see `rows`.
 
     fprop   y  = x row-quantised            @ w            contracted over K
     dgrad   dx = dy row-quantised           @ w transposed contracted over N
@@ -32,14 +32,14 @@ from jaxlowprec.layers.residuals import (
     differentiated_once,
     dtype_marker,
     in_profiles,
-    named,
     read,
+    tag_residual,
 )
 from jaxlowprec.layers.rows import AllRows, RowsInGroups
 from jaxlowprec.ops.amax import Amaxes
 from jaxlowprec.ops.amax import amax as tensor_amax
 from jaxlowprec.ops.quantize.random_bits import Randomness, further_words
-from jaxlowprec.ops.sums.kinds import Summed, draws
+from jaxlowprec.ops.sums.kinds import SumOverDevices, draws
 from jaxlowprec.recipes.fields import Sums
 from jaxlowprec.recipes.roles import Role
 from jaxlowprec.recipes.transformer_engine import DelayedScaling
@@ -72,10 +72,10 @@ class QuantizedKernel:
 
 
 @dataclasses.dataclass(frozen=True)
-class ProductSpec(Gemms):
-    """The static description of a product, captured in the forward pass: the backward pass never reads the context.
+class GemmSpec(Gemms):
+    """The static description of a product's three GEMMs, captured in the forward pass.
 
-    It does not contain the layer's name, so equal layers are traced once.
+    The backward pass never reads the context. It does not contain the layer's name, so equal layers are traced once.
 
     Attributes:
         sums, delayed: the recipe's.
@@ -94,20 +94,24 @@ class ProductSpec(Gemms):
     rows_split: bool
     precision: Any = None
 
-    def summed(self, gemm: str, source: Randomness | None, operand: Any) -> Summed:
-        """How a GEMM adds up partial sums, see `summed`. `operand`: its first one."""
-        return summed(self.sums, gemm, source, operand)
+    def sum_over_devices(self, gemm: str, source: Randomness | None, operand: Any) -> SumOverDevices:
+        """The sum over devices of a GEMM's partial results, see `sum_over_devices`. `operand`: its first one."""
+        return sum_over_devices(self.sums, gemm, source, operand)
 
 
-def summed(sums: Sums, gemm: str, source: Randomness | None, operand: Any) -> Summed:
-    """How the partial sums of a GEMM are added up. `source` of their random bits, which without a key come from a
-    quantised operand: its largest scale."""
+def sum_over_devices(sums: Sums, gemm: str, source: Randomness | None, operand: Any) -> SumOverDevices:
+    """The sum over devices of a GEMM's partial results.
+
+    Arguments:
+        source: of the random bits that rounding draws; without a key they come from the largest scale of `operand`.
+        operand: quantised.
+    """
     kind = getattr(sums, gemm)
     if not draws(kind):
-        return Summed(kind)
+        return SumOverDevices(kind)
     assert source is not None
     words = source.words_for(lambda: _largest_scale(operand))
-    return Summed(kind, further_words(words, _STREAM_OF_SUMS[gemm]))
+    return SumOverDevices(kind, further_words(words, _STREAM_OF_SUMS[gemm]))
 
 
 _STREAM_OF_SUMS = {"fprop": 9, "dgrad": 10, "wgrad": 11}
@@ -119,12 +123,12 @@ def _largest_scale(q: Any) -> jax.Array:
     return jax.lax.stop_gradient(jnp.max(numbers.astype(jnp.float32)))
 
 
-def rows_of(spec: ProductSpec, sizes: jax.Array | None) -> AllRows | RowsInGroups:
-    """How a product's rows meet its weight. `sizes`: see `Product`."""
+def rows_of(spec: GemmSpec, sizes: jax.Array | None) -> AllRows | RowsInGroups:
+    """How a product's rows meet its weight. `sizes`: see `GemmOperands`."""
     return AllRows(spec.rows_split, spec.precision) if sizes is None else RowsInGroups(sizes, spec.precision)
 
 
-def _encode_scale(spec: ProductSpec, state, tensor: str):
+def _encode_scale(spec: GemmSpec, state, tensor: str):
     """The encode scale of delayed scaling, if the spec has it."""
     if spec.delayed is None:
         return None
@@ -141,11 +145,11 @@ def _maximum(delayed: DelayedScaling, tensor: str) -> float:
     return {"input": roles.input, "kernel": roles.weight, "output_grad": roles.gradient}[tensor].format.maximum
 
 
-Specs = tuple[ProductSpec, ...]
+Specs = tuple[GemmSpec, ...]
 
 
-class Product(NamedTuple):
-    """The arguments of a product beside its input. All but w may be None; w, too, if there is a QuantizedKernel.
+class GemmOperands(NamedTuple):
+    """The operands of a product's GEMMs beside its input. All but w may be None; w, too, if there is a QuantizedKernel.
 
     Attributes:
         w: the kernel [..., K, N].
@@ -158,7 +162,7 @@ class Product(NamedTuple):
         signs: the source of the signs with which wgrad's operands are rotated, if they are drawn. Products that share
             their input use the first one's.
         of_weight: the source of what the kernel draws, see `weight_both_ways`.
-        of_sums: the source of what sums over devices draw, see `ProductSpec.summed`.
+        of_sums: the source of what sums over devices draw, see `GemmSpec.sum_over_devices`.
     """
 
     w: Any
@@ -176,7 +180,7 @@ States = tuple[Any, Any]
 """The state of delayed scaling, and telemetry's Probe, of a product; or None."""
 
 
-class Input(NamedTuple):
+class QuantizedInput(NamedTuple):
     """The input [..., T, K] of products, and its quantised forms; None where it is not needed."""
 
     x: Any
@@ -184,36 +188,37 @@ class Input(NamedTuple):
     columnwise: Any
 
 
-class KeptProduct(NamedTuple):
-    """What the backward pass of a product needs, beside its input.
+class SavedForBackward(NamedTuple):
+    """Residuals of one product for its backward pass, beside those of its input.
 
     Attributes:
         w: the kernel as dgrad reads it.
-        like: markers of the dtypes of the kernel and of the bias.
-        randomness, total, sizes, signs, of_sums: see `Product`.
-        state, found: of delayed scaling and of telemetry, with what the forward pass knows.
+        dtype_markers: those of the kernel and of the bias, see `dtype_marker`.
+        randomness, total, sizes, signs, of_sums: see `GemmOperands`.
+        state: of delayed scaling after the forward pass, or None.
+        telemetry: the `ForwardMeasurements`, or None.
     """
 
     w: Any
-    like: tuple[Any, Any]
+    dtype_markers: tuple[Any, Any]
     randomness: Randomness | None
     total: Any
     sizes: Any
     state: Any
-    found: Any
+    telemetry: Any
     signs: Randomness | None
     of_sums: Randomness | None
 
 
-def roles_of_input(spec: ProductSpec, *, forward=True, backward=False) -> tuple[Role | None, Role | None]:
+def roles_of_input(spec: GemmSpec, *, forward=True, backward=False) -> tuple[Role | None, Role | None]:
     """The roles of the input rowwise and columnwise; see `quantized_input`."""
     rowwise = forward or (backward and (spec.decodes("wgrad") or spec.requantizes("input")))
     return role_of(spec.fprop, 0, rowwise), role_of(spec.wgrad, 0, backward)
 
 
 def quantized_input(
-    spec: ProductSpec, x, state, *, sizes=None, randomness=None, signs=None, forward=True, backward=False, amaxes=None
-) -> Input:
+    spec: GemmSpec, x, state, *, sizes=None, randomness=None, signs=None, forward=True, backward=False, amaxes=None
+) -> QuantizedInput:
     """x in the forms that fprop reads (`forward`), and those that the backward pass reads of it (`backward`).
 
     Products that share it have equal specs as far as it is concerned. `sizes`: those of the products. `randomness`,
@@ -230,25 +235,25 @@ def quantized_input(
             key = signs.words_for(lambda: rows.amax(x))
         given: Any = {"words": words, "encode": encode, "sign_key": key}
         if row is None or column is None or not spec.requantizes("input"):
-            return Input(x, *rows.both_ways(x, row, column, amax=amaxes, **given))
+            return QuantizedInput(x, *rows.both_ways(x, row, column, amax=amaxes, **given))
         x_row = rows.both_ways(x, row, None, amax=amaxes, encode=encode)[0]
-        return Input(x, x_row, rows.both_ways(decoded(x_row, jnp.bfloat16), None, column, **given)[1])
+        return QuantizedInput(x, x_row, rows.both_ways(decoded(x_row, jnp.bfloat16), None, column, **given)[1])
 
 
-def read_by_wgrad(spec: ProductSpec, given: Input) -> Any:
+def read_by_wgrad(spec: GemmSpec, given: QuantizedInput) -> Any:
     """The input as wgrad reads it."""
     if spec.wgrad:
         return given.columnwise
     return given.rowwise if spec.decodes("wgrad") else given.x
 
 
-def products_differentiated_once(products: Sequence[Product]) -> tuple[Product, ...]:
+def products_differentiated_once(products: Sequence[GemmOperands]) -> tuple[GemmOperands, ...]:
     """`differentiated_once` of the kernels and biases."""
     learn = differentiated_once([(p.w, p.bias) for p in products])
     return tuple(p._replace(w=w, bias=bias) for p, (w, bias) in zip(products, learn, strict=True))
 
 
-def fprop(spec: ProductSpec, given: Input, product: Product, state, *, keep: bool = False):
+def fprop(spec: GemmSpec, given: QuantizedInput, product: GemmOperands, state, *, keep: bool = False):
     """The result, and the kernel quantised row- and columnwise as far as that is needed now or has to be kept."""
     rows = rows_of(spec, product.sizes)
     w: Any = product.w
@@ -265,7 +270,7 @@ def fprop(spec: ProductSpec, given: Input, product: Product, state, *, keep: boo
             w_row, w_column = weight_both_ways(w, row, column, **options)
     with in_profiles("fprop"):
         if spec.fprop:
-            sums = spec.summed("fprop", product.of_sums, given.rowwise)
+            sums = spec.sum_over_devices("fprop", product.of_sums, given.rowwise)
             y = rows.by_weight(given.rowwise, w_column.mT, product.bias, spec.out_dtype, spec.out_sharding, sums)
         else:
             w = (w if w is not None else w_column.dequantize()).astype(given.x.dtype)
@@ -274,7 +279,7 @@ def fprop(spec: ProductSpec, given: Input, product: Product, state, *, keep: boo
     return y, QuantizedKernel(w_row, w_column)
 
 
-def forward(spec: ProductSpec, given: Input, product: Product, states: States):
+def forward(spec: GemmSpec, given: QuantizedInput, product: GemmOperands, states: States):
     """The result of a product whose input is quantised, what is kept, and the kernel quantised both ways."""
     state, probe = states
     w = product.w
@@ -287,16 +292,18 @@ def forward(spec: ProductSpec, given: Input, product: Product, states: States):
     if probe is not None:
         forms = given[1:], (kernel.rowwise, kernel.columnwise)
         found = measured_forward(probe, given.x, w, *forms, spec.rows_split, product.sizes)
-    like = dtype_marker(w), dtype_marker(product.bias)
-    kept_w = named(kept_w, QUANTIZED_WEIGHT)
+    markers = dtype_marker(w), dtype_marker(product.bias)
+    kept_w = tag_residual(kept_w, QUANTIZED_WEIGHT)
     of_product = product.randomness, product.total, product.sizes
-    kept = KeptProduct(kept_w, like, *of_product, state, found, product.signs, product.of_sums)
+    kept = SavedForBackward(kept_w, markers, *of_product, state, found, product.signs, product.of_sums)
     return y, kept, kernel
 
 
-def amaxes_of_input(spec: ProductSpec, backward: bool = True) -> Amaxes | None:
-    """The amaxes by which the input is quantised in the forward pass, and in the backward pass if it follows; None:
-    none, or another way."""
+def amaxes_of_input(spec: GemmSpec, backward: bool = True) -> Amaxes | None:
+    """The amaxes by which the input is quantised in the forward pass, and in the backward pass if it follows.
+
+    None under delayed scaling, and if the formats have no tensor scale.
+    """
     if spec.delayed is not None:
         return None
     return amaxes_of(
@@ -304,17 +311,17 @@ def amaxes_of_input(spec: ProductSpec, backward: bool = True) -> Amaxes | None:
     )
 
 
-def amaxes_of_gradient(spec: ProductSpec) -> Amaxes | None:
-    """The amaxes by which the gradient of the result is quantised; None: none, or another way."""
+def amaxes_of_gradient(spec: GemmSpec) -> Amaxes | None:
+    """The amaxes by which the gradient of the result is quantised; None as in `amaxes_of_input`."""
     if spec.delayed is not None:
         return None
     return amaxes_of(role_of(spec.dgrad, 0), role_of(spec.wgrad, 1), spec.rows_split)
 
 
-def _quantized_gradient(spec: ProductSpec, kept: KeptProduct, x, w, dy, amaxes):
+def _quantized_gradient(spec: GemmSpec, kept: SavedForBackward, x, w, dy, amaxes):
     """The gradient of the result row- and columnwise, as dgrad and wgrad need it. w and x, which these read, have the
     signs of their rotations if they are drawn."""
-    rows, weight_learns = rows_of(spec, kept.sizes), kept.like[0] is not None
+    rows, weight_learns = rows_of(spec, kept.sizes), kept.dtype_markers[0] is not None
     row, column = role_of(spec.dgrad, 0), role_of(spec.wgrad, 1)
     amaxes = amaxes or rows.amaxes(dy, amaxes_of_gradient(spec))
     words = None
@@ -328,7 +335,7 @@ def _quantized_gradient(spec: ProductSpec, kept: KeptProduct, x, w, dy, amaxes):
     return rows.both_ways(dy, row, column, sign_key=signs, row_sign_key=row_signs, **options)
 
 
-def backward(spec: ProductSpec, x, kept: KeptProduct, dy, dx_dtype, *, amaxes=None, quantized=None, sums=None):
+def backward(spec: GemmSpec, x, kept: SavedForBackward, dy, dx_dtype, *, amaxes=None, quantized=None, row_sums=None):
     """The gradients of the input and of the product's arguments, and what goes to its states.
 
     Arguments:
@@ -336,9 +343,9 @@ def backward(spec: ProductSpec, x, kept: KeptProduct, dy, dx_dtype, *, amaxes=No
         dx_dtype: the dtype of the input's gradient.
         amaxes: those of `amaxes_of_gradient`, if they are known.
         quantized: dy row- and columnwise, if nothing else is read of it; dy then is None.
-        sums: of dy over rows, float32, if they are known.
+        row_sums: of dy, float32, if they are known.
     """
-    w, (like_w, like_bias), _, total, sizes, state, found, _, of_sums = kept
+    w, (w_marker, bias_marker), _, total, sizes, state, found, _, of_sums = kept
     x, w = read((x, w))
     x_sharding, w_sharding, bias_sharding = spec.shardings
     rows = rows_of(spec, sizes)
@@ -350,27 +357,27 @@ def backward(spec: ProductSpec, x, kept: KeptProduct, dy, dx_dtype, *, amaxes=No
     # JAX does not check these dtypes: they must be those of the primals.
     with in_profiles("dgrad"):
         if spec.dgrad:
-            dx = rows.by_weight(dy_row, w, None, dx_dtype, x_sharding, spec.summed("dgrad", of_sums, dy_row))
+            dx = rows.by_weight(dy_row, w, None, dx_dtype, x_sharding, spec.sum_over_devices("dgrad", of_sums, dy_row))
         else:
             dx = rows.plain_by_weight(dy, jnp.swapaxes(decoded(w, dy.dtype), -1, -2), dx_dtype, x_sharding)
     dw = None
     with in_profiles("wgrad"):
-        dtype = None if like_w is None else like_w.dtype if total is None else jnp.float32
-        if like_w is not None and spec.wgrad:
-            dw = rows.wgrad(x, dy_column, dtype, w_sharding, total, spec.summed("wgrad", of_sums, dy_column))
-        elif like_w is not None:
+        dtype = None if w_marker is None else w_marker.dtype if total is None else jnp.float32
+        if w_marker is not None and spec.wgrad:
+            dw = rows.wgrad(x, dy_column, dtype, w_sharding, total, spec.sum_over_devices("wgrad", of_sums, dy_column))
+        elif w_marker is not None:
             dw = rows.plain_wgrad(x, dy, dtype, w_sharding)
             dw = dw if total is None else total + dw
     if spec.delayed is not None:
         state = recorded(spec.delayed, state, "output_grad", rows.amax(dy))
     if found is not None:
         found = measured_backward(found, (x, w), dy, (dy_row, dy_column), spec.rows_split, sizes)
-    dbias = rows.bias_gradient(dy, like_bias, bias_sharding, sums)
-    gradients = Product(dw, dbias, None, None) if total is None else Product(None, dbias, None, None, dw)
+    dbias = rows.bias_gradient(dy, bias_marker, bias_sharding, row_sums)
+    gradients = GemmOperands(dw, dbias, None, None) if total is None else GemmOperands(None, dbias, None, None, dw)
     return dx, gradients, (state, found)
 
 
-def quantized_inputs(specs: Specs, x, states: Sequence[States], **wanted: Any) -> tuple[Input, ...]:
+def quantized_inputs(specs: Specs, x, states: Sequence[States], **wanted: Any) -> tuple[QuantizedInput, ...]:
     """`quantized_input` of products that share x: one for all, or one for each that has its own delayed scaling."""
     if specs[0].delayed is None:
         return (quantized_input(specs[0], x, None, **wanted),)
@@ -378,13 +385,15 @@ def quantized_inputs(specs: Specs, x, states: Sequence[States], **wanted: Any) -
 
 
 def for_each(specs: Specs, inputs: Sequence[Any]) -> Sequence[Any]:
-    """What `quantized_inputs` gave, or was kept of it, for each product."""
+    """One input, or its residual, for each product: those of `quantized_inputs`, or the one that all share."""
     return inputs if len(inputs) == len(specs) else [inputs[0]] * len(specs)
 
 
-def forward_of_all(specs: Specs, inputs: Sequence[Input], products: Sequence[Product], states: Sequence[States]):
+def forward_of_all(
+    specs: Specs, inputs: Sequence[QuantizedInput], products: Sequence[GemmOperands], states: Sequence[States]
+):
     """`forward` of products that share their input: their results, what is kept, and kernels; and the inputs kept."""
-    kept_inputs = [named(read_by_wgrad(*each), QUANTIZED_INPUT) for each in zip(specs, inputs, strict=False)]
+    kept_inputs = [tag_residual(read_by_wgrad(*each), QUANTIZED_INPUT) for each in zip(specs, inputs, strict=False)]
     found = [forward(*each) for each in zip(specs, for_each(specs, inputs), products, states, strict=True)]
     ys, kept, kernels = zip(*found, strict=True)
     return ys, kept, kernels, kept_inputs
@@ -393,9 +402,9 @@ def forward_of_all(specs: Specs, inputs: Sequence[Input], products: Sequence[Pro
 def backward_of_all(
     specs: Specs,
     xs: Sequence[Any],
-    kept: Sequence[KeptProduct],
+    kept: Sequence[SavedForBackward],
     dys: Sequence[jax.Array | None],
-    like_x: Any,
+    x_marker: Any,
     **known: Any,
 ):
     """`backward` of products that share their input, of which `xs` was kept.
@@ -403,13 +412,13 @@ def backward_of_all(
     The gradient of the input is summed in float32 and rounded once.
 
     Arguments:
-        known: what is known of the gradients: `amaxes`, `quantized`, `sums`, see `backward`; for each, or None.
+        known: what is known of the gradients: `amaxes`, `quantized`, `row_sums`, see `backward`; for each, or None.
     """
-    dtype = like_x.dtype if len(specs) == 1 else jnp.float32
+    dtype = x_marker.dtype if len(specs) == 1 else jnp.float32
     own = [{name: values[i] for name, values in known.items() if values is not None} for i in range(len(specs))]
     each = zip(specs, for_each(specs, xs), kept, dys, own, strict=True)
     found = [backward(spec, x, k, dy, dtype, **options) for spec, x, k, dy, options in each]
     dx, *further = (dx for dx, _, _ in found)
     for other in further:
         dx = dx + other
-    return dx.astype(like_x.dtype), tuple(g for _, g, _ in found), tuple(states for _, _, states in found)
+    return dx.astype(x_marker.dtype), tuple(g for _, g, _ in found), tuple(states for _, _, states in found)

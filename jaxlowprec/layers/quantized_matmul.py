@@ -1,4 +1,4 @@
-"""Products of quantised operands with their custom_vjp: the core of `linear` and `grouped_matmul`.
+"""GemmOperands of quantised operands with their custom_vjp: the core of `linear` and `grouped_matmul`.
 
 See `product` for their three GEMMs.
 """
@@ -10,9 +10,9 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from jaxlowprec.layers.producers import input_gradients, inputs_of, like_input
+from jaxlowprec.layers.producers import input_dtype_marker, input_gradients, inputs_of
 from jaxlowprec.layers.product import (
-    Product,
+    GemmOperands,
     Specs,
     States,
     backward_of_all,
@@ -22,14 +22,14 @@ from jaxlowprec.layers.product import (
     products_differentiated_once,
     recorded,
 )
-from jaxlowprec.layers.residuals import differentiated_once, product
+from jaxlowprec.layers.residuals import differentiated_once, tag_product
 from jaxlowprec.ops.amax import amax as tensor_amax
 from jaxlowprec.ops.grouped_matmul.api import group_amaxes
 from jaxlowprec.recipes.transformer_engine import DelayedScaling
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _matmul(specs: Specs, x, products: tuple[Product, ...], states: tuple[States, ...]):
+def _matmul(specs: Specs, x, products: tuple[GemmOperands, ...], states: tuple[States, ...]):
     inputs, further, _ = inputs_of(specs, x, states, first=products[0])
     of_scaling = [state for state, _ in states]
     each = zip(specs, for_each(specs, inputs), products, of_scaling, strict=True)
@@ -40,19 +40,19 @@ def _forward(specs: Specs, x, products, states):
     x, products = differentiated_once(x), products_differentiated_once(products)
     inputs, further, made_from = inputs_of(specs, x, states, first=products[0], backward=True)
     ys, kept, _, kept_inputs = forward_of_all(specs, inputs, products, states)
-    return (tuple(map(product, ys)), further), (kept_inputs, made_from, kept)
+    return (tuple(map(tag_product, ys)), further), (kept_inputs, made_from, kept)
 
 
 def _backward(specs: Specs, residuals, gradients):
     xs, made_from, kept = residuals
     dys, of_further = differentiated_once(gradients)
-    dx, *others = backward_of_all(specs, xs, kept, dys, like_input(made_from))
+    dx, *others = backward_of_all(specs, xs, kept, dys, input_dtype_marker(made_from))
     return input_gradients(made_from, dx, of_further), *others
 
 
 _matmul.defvjp(_forward, _backward)
 quantized_matmuls = jax.jit(_matmul, static_argnums=0)  # layers with equal specs are traced once, whatever their names
-"""ProductSpecs, x [..., T, K], as many Products and States -> as many [..., T, N]: x is quantised once for all.
+"""GemmSpecs, x [..., T, K], as many GemmOperands and States -> as many [..., T, N]: x is quantised once for all.
 
 x may be a NormedInput. A list of further results comes second, see `normed_input.inputs_of`.
 """
@@ -63,7 +63,7 @@ x may be a NormedInput. A list of further results comes second, see `normed_inpu
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def recording(delayed: DelayedScaling, x, w, y, state, sizes):
-    """y, for calibrating: x, w and the gradient of y give the state's gradient. `sizes`: see `Product`."""
+    """y, for calibrating: x, w and the gradient of y give the state's gradient. `sizes`: see `GemmOperands`."""
     del delayed, x, w, state, sizes
     return y
 

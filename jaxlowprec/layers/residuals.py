@@ -41,7 +41,7 @@ def in_profiles(layer: str, part: str = "") -> contextlib.AbstractContextManager
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=("arrays",), meta_fields=("dtypes", "structure"))
 @dataclasses.dataclass(frozen=True)
-class Kept:
+class ResidualBytes:
     """A quantised residual, whose 8-bit floats are kept as bytes; see `read`.
 
     XLA's CPU compiler writes to a stack of 8-bit floats by converting all of it to a wider type and back. A stack is
@@ -57,31 +57,31 @@ class Kept:
     structure: Any
 
 
-def named(residual: Any, name: str) -> Any:
+def tag_residual(residual: Any, name: str) -> Any:
     """A residual whose arrays get a checkpoint name if it is quantised, for `read`; otherwise the residual itself."""
     if residual is None or isinstance(residual, jax.Array):
         return residual
     leaves, structure = jax.tree.flatten(residual)
     arrays = tuple(checkpoint_name(wiring.as_bytes(leaf), name) for leaf in leaves)
-    return Kept(arrays, tuple(leaf.dtype for leaf in leaves), structure)
+    return ResidualBytes(arrays, tuple(leaf.dtype for leaf in leaves), structure)
 
 
-def _is_kept(residual: Any) -> bool:
-    return isinstance(residual, Kept)
+def _is_bytes(residual: Any) -> bool:
+    return isinstance(residual, ResidualBytes)
 
 
 def read(residuals: Any) -> Any:
-    """A tree of residuals, with what `named` was given in the place of what it gave."""
+    """A tree of residuals, with what `tag_residual` was given in the place of what it gave."""
 
     def one(residual: Any) -> Any:
-        if not _is_kept(residual):
+        if not _is_bytes(residual):
             return residual
         return jax.tree.unflatten(residual.structure, wiring.from_bytes(residual.arrays, residual.dtypes))
 
-    return jax.tree.map(one, residuals, is_leaf=_is_kept)
+    return jax.tree.map(one, residuals, is_leaf=_is_bytes)
 
 
-def product(y: jax.Array) -> jax.Array:
+def tag_product(y: jax.Array) -> jax.Array:
     """The result of a forward GEMM, with its checkpoint name."""
     return checkpoint_name(y, PRODUCT)
 
@@ -116,26 +116,26 @@ def plain_wgrad(
 
 
 def bias_gradient(
-    dy: jax.Array | None, like: jax.Array | None, sharding: Any, sums: jax.Array | None = None
+    dy: jax.Array | None, marker: jax.Array | None, sharding: Any, row_sums: jax.Array | None = None
 ) -> jax.Array | None:
     """The gradient of a bias that is added to every row, in float32.
 
     Arguments:
-        like: a marker of the bias's dtype; None: it gets none.
+        marker: the bias's `dtype_marker`; None: it gets no gradient.
         sharding: see `out_sharding.sharding_of`.
-        sums: those of dy over rows, float32, if they are known; dy is not read then.
+        row_sums: those of dy, float32, if they are known; dy is not read then.
     """
-    if like is None:
+    if marker is None:
         return None
-    if sums is None:
+    if row_sums is None:
         assert dy is not None
         parts = dy.reshape(-1, *dy.shape[-2:]) if dy.ndim > 3 else dy
-        (sums,) = sum_over_rows_op(rows_split=dy.ndim > 2)(parts)
-    return resharded(sums.astype(like.dtype), sharding)
+        (row_sums,) = sum_over_rows_op(rows_split=dy.ndim > 2)(parts)
+    return resharded(row_sums.astype(marker.dtype), sharding)
 
 
 differentiated_once = no_derivative(
     "linear: there is no second derivative under a recipe; pass recipe=None, or use autocast(enabled=False), "
     "where a gradient is differentiated again"
 )
-"""For the operands of both rules, which are constants to autodiff; otherwise it would find a second derivative of 0."""
+"""Marks the operands of both rules, which are constants to autodiff: else it would find a second derivative of 0."""

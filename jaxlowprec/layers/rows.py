@@ -59,7 +59,7 @@ class AllRows:
         return tensor_amax(x, True, None, rows_split=self.split)[0]
 
     def by_weight(self, a, b, bias, out_dtype, sharding, sums=IN_FLOAT32) -> jax.Array:
-        """a, quantised rowwise, times b, quantised along the same axis. `sums`: see `Summed`."""
+        """a, quantised rowwise, times b, quantised along the same axis. `sums`: see `SumOverDevices`."""
         return self._multiply(a, b, bias, out_dtype, sharding, sums)
 
     def wgrad(self, x, dy, out_dtype, sharding, total=None, sums=IN_FLOAT32) -> jax.Array:
@@ -86,10 +86,10 @@ class AllRows:
         return y + jnp.expand_dims(bias.astype(jnp.float32), tuple(range(y.ndim - 1)))
 
     def bias_gradient(
-        self, dy: jax.Array | None, like: jax.Array | None, sharding: Any, sums: jax.Array | None = None
+        self, dy: jax.Array | None, marker: jax.Array | None, sharding: Any, row_sums: jax.Array | None = None
     ) -> jax.Array | None:
-        """See `residuals.bias_gradient`; `sums`: those of dy over rows, if they are known."""
-        return residuals.bias_gradient(dy, like, sharding, sums)
+        """See `residuals.bias_gradient`; `row_sums`: those of dy, if they are known."""
+        return residuals.bias_gradient(dy, marker, sharding, row_sums)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,17 +143,17 @@ class RowsInGroups:
         return y if bias is None else y + bias_of_rows(bias.astype(jnp.float32), self.sizes, y.shape[-2])
 
     def bias_gradient(
-        self, dy: jax.Array, like: jax.Array | None, sharding: Any, sums: None = None
+        self, dy: jax.Array, marker: jax.Array | None, sharding: Any, row_sums: None = None
     ) -> jax.Array | None:
         """The sum over each group's rows in float32, [..., E, N]. It is never known before."""
-        if like is None:
+        if marker is None:
             return None
 
         def one_batch(dy, sizes):
             group = Groups.of(sizes, dy.shape[0]).of_rows()
             return jax.ops.segment_sum(dy.astype(jnp.float32), group, sizes.shape[0] + 1)[: sizes.shape[0]]
 
-        return resharded(over_batches(one_batch)(dy, self.sizes).astype(like.dtype), sharding)
+        return resharded(over_batches(one_batch)(dy, self.sizes).astype(marker.dtype), sharding)
 
 
 def dequantize_groups(x: GroupedQuantizedArray, dtype: Any) -> jax.Array:

@@ -45,12 +45,12 @@ class Layer(NamedTuple):
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What `layer_call` takes by name."""
+        """Keyword arguments of `layer_call`."""
         names = ("recipe", "key", "name", "state", "precision")
         return {name: getattr(self, name) for name in names}
 
     def alone(self, x: Any, out_sharding: Any = None) -> tuple[jax.Array, Any]:
-        """Its own product, and its state for the next call, or None."""
+        """The layer's own product, and its state for the next call, or None."""
         options = {"quantized_kernel": self.quantized_kernel, "out_sharding": out_sharding}
         y = linear(x, self.kernel, self.bias, **self.settings, **options)
         return (y, None) if self.state is None else y
@@ -218,7 +218,7 @@ def share_their_input(calls: Sequence[LayerCall], kernels: Sequence[Any]) -> boo
 
 
 def _of_input(call: LayerCall) -> tuple[Any, ...]:
-    """What says how the call quantises its operands."""
+    """The settings that decide how a call quantises its input; calls with equal ones share it."""
     recipe: Any = call.recipe
     return call.roles, recipe.backward_override, recipe.delayed
 

@@ -31,7 +31,7 @@ def has_matrices(shape: tuple[int, ...]) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class KernelAxes:
-    """Which axes of a kernel are those of its matrices [batch..., K, N].
+    """The axes of a kernel that make up its matrices [batch..., K, N].
 
     Axes are counted without those that a stack of layers has in front, which count as batch axes.
 
@@ -47,7 +47,7 @@ class KernelAxes:
 
     @classmethod
     def in_front(cls, batch: int, contracted: int, ndim: int) -> KernelAxes:
-        """Those of a kernel [batch..., contracted..., free...], by the numbers of these axes."""
+        """The axes of a kernel [batch..., contracted..., free...], given how many batch and contracted axes it has."""
         axes = tuple(range(ndim))
         return cls(axes[:batch], axes[batch : batch + contracted], axes[batch + contracted :])
 

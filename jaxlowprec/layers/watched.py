@@ -79,7 +79,7 @@ def _chosen(here: Choices, call: LayerCall, x: Any, w: Any, compute: Compute, ma
 
 
 def _under(recipe: Recipe | None, call: LayerCall, compute: Compute, x: Any, w: Any) -> Compute:
-    """The same product under another recipe, with a result of the same dtype."""
+    """`compute` under another recipe, with a result of the same dtype."""
     dtype = jax.eval_shape(lambda x, w: compute(call, x, w)[0], x, w).dtype
 
     def under(call: LayerCall, x: Any, w: Any) -> tuple[jax.Array, Any]:

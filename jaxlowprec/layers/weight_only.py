@@ -30,10 +30,10 @@ from jaxlowprec.layers.residuals import (
     differentiated_once,
     dtype_marker,
     in_profiles,
-    named,
     plain_wgrad,
-    product,
     read,
+    tag_product,
+    tag_residual,
 )
 from jaxlowprec.ops.fake_quantize import fake_quantize
 from jaxlowprec.ops.quantize.api import quantize
@@ -46,7 +46,7 @@ from jaxlowprec.telemetry.probes import Probe
 from jaxlowprec.wiring.sharding_rule import sharding_of
 
 
-class Served(NamedTuple):
+class WeightServing(NamedTuple):
     """How a weight is served, and how its gradient reaches the master weight.
 
     Attributes:
@@ -60,16 +60,16 @@ class Served(NamedTuple):
     served_dtype: str | None
 
 
-def served_by(loaded: QuantizedArray | None, roles: Roles | None) -> Served:
+def served_by(loaded: QuantizedArray | None, roles: Roles | None) -> WeightServing:
     """How a recipe's roles serve a weight; without roles it was loaded."""
     if roles is None or roles.weight is None or roles.ste is None:
         assert loaded is not None
-        return Served(loaded.format, "identity", None)
-    return Served(roles.weight.format, roles.ste, roles.served_dtype)
+        return WeightServing(loaded.format, "identity", None)
+    return WeightServing(roles.weight.format, roles.ste, roles.served_dtype)
 
 
 @dataclasses.dataclass(frozen=True)
-class _ProductSpec:
+class _WeightOnlySpec:
     """The static description of a product. It does not contain the layer's name: equal layers are traced once.
 
     Attributes:
@@ -79,7 +79,7 @@ class _ProductSpec:
         precision: precision of the backward GEMMs, checked; the forward GEMM always has float32 sums.
     """
 
-    served: Served
+    served: WeightServing
     out_dtype: Any
     shardings: tuple[Any, Any, Any]
     out_sharding: Any
@@ -92,7 +92,7 @@ def matmul(
     w: Float[Array, "*B K N"] | None,
     bias: Float[Array, "N"] | None,
     q: QuantizedArray | None,
-    served: Served,
+    served: WeightServing,
     result: tuple[Any, Any, bool],
     precision: Any,
     *,
@@ -100,11 +100,11 @@ def matmul(
 ) -> Float[Array, "*B T N"]:
     """x times a weight as it is served: given the master weight w, its quantised form q, or both.
 
-    `result`: the dtype, the sharding in explicit mode, and `rows_split` (see `_ProductSpec`). `probe`: telemetry's.
+    `result`: the dtype, the sharding in explicit mode, and `rows_split` (see `_WeightOnlySpec`). `probe`: telemetry's.
     """
     out_dtype, out_sharding, rows_split = result
     shardings = sharding_of(x), sharding_of(w), sharding_of(bias)
-    spec = _ProductSpec(served, jnp.dtype(out_dtype), shardings, out_sharding, rows_split, precision)
+    spec = _WeightOnlySpec(served, jnp.dtype(out_dtype), shardings, out_sharding, rows_split, precision)
     return _matmul_jit(spec, *wiring.align_varying(x, w, bias, q), probe)
 
 
@@ -120,7 +120,7 @@ def matmuls(
     Not in explicit mode.
     """
     specs = tuple(
-        _ProductSpec(served_by(q, None), jnp.dtype(out_dtype), (None, None, None), None, rows_split, precision)
+        _WeightOnlySpec(served_by(q, None), jnp.dtype(out_dtype), (None, None, None), None, rows_split, precision)
         for q, _ in loaded
     )
     x, weights, biases = wiring.align_varying(x, *(tuple(part) for part in zip(*loaded, strict=True)))
@@ -143,7 +143,7 @@ def rounded_to(w: jax.Array, served_dtype: str | None) -> jax.Array:
     return w if served_dtype is None else narrowed(w.astype(jnp.float32), jnp.dtype(served_dtype)).astype(served_dtype)
 
 
-def through_estimator(dw: jax.Array, w: jax.Array, served: Served) -> jax.Array:
+def through_estimator(dw: jax.Array, w: jax.Array, served: WeightServing) -> jax.Array:
     """The gradient of the master weight w from that of its quantised form, in the gradient's dtype."""
     as_served = rounded_to(w, served.served_dtype).astype(jnp.float32)
     _, estimator = jax.vjp(lambda w: fake_quantize(w, served.format, -2, served.ste), as_served)
@@ -203,49 +203,51 @@ def check_loaded(who: str, name: str, q: QuantizedArray, recipe: Recipe | None) 
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _matmul(spec: _ProductSpec, x, w, bias, q, probe):
+def _matmul(spec: _WeightOnlySpec, x, w, bias, q, probe):
     return _fprop(spec, x, w, bias, q)[0]
 
 
-def _fprop(spec: _ProductSpec, x, w, bias, q):
+def _fprop(spec: _WeightOnlySpec, x, w, bias, q):
     if q is None:
         with in_profiles("quantize weight"):
             q = quantize_weight(w, spec.served.format, spec.served.served_dtype)
-    kept = named(q, CHECKPOINT_NAMES[1])  # before fprop reads it, so that nothing quantises it again if it is kept
+    kept = tag_residual(
+        q, CHECKPOINT_NAMES[1]
+    )  # before fprop reads it, so that nothing quantises it again if it is kept
     with in_profiles("fprop"):
         return scaled_matmul(x, read(kept).mT, bias, out_dtype=spec.out_dtype, out_sharding=spec.out_sharding), kept
 
 
-def _forward(spec: _ProductSpec, x, w, bias, q, probe):
+def _forward(spec: _WeightOnlySpec, x, w, bias, q, probe):
     x, w, bias = differentiated_once((x, w, bias))
     y, q = _fprop(spec, x, w, bias, q)
-    like = tuple(dtype_marker(a) for a in (x, w, bias))
+    markers = tuple(dtype_marker(a) for a in (x, w, bias))
     found = None
     if probe is not None:
         found = probe.gradient(probe.state) if w is None else measured_weight(probe, x, w, read(q), spec.rows_split)
-    return product(y), (
+    return tag_product(y), (
         None if w is None else x,
         q,
         w if spec.served.ste == "clipped" else None,
-        like,
+        markers,
         found,
     )
 
 
-def _backward(spec: _ProductSpec, residuals, dy):
-    x, kept, clipped, (like_x, like_w, like_bias), found = residuals
+def _backward(spec: _WeightOnlySpec, residuals, dy):
+    x, kept, clipped, (x_marker, w_marker, bias_marker), found = residuals
     x_sharding, w_sharding, bias_sharding = spec.shardings
     dy = differentiated_once(dy)
     # JAX does not check these dtypes: they must be those of the primals.
     with in_profiles("dgrad"):
-        dx = weight_only_dgrad(dy, read(kept).mT, like_x.dtype, x_sharding, spec.precision)
+        dx = weight_only_dgrad(dy, read(kept).mT, x_marker.dtype, x_sharding, spec.precision)
     dw: Any = None
-    if like_w is not None:
+    if w_marker is not None:
         with in_profiles("wgrad"):
-            dw = plain_wgrad(x, dy, spec.rows_split, like_w.dtype, w_sharding, spec.precision)
+            dw = plain_wgrad(x, dy, spec.rows_split, w_marker.dtype, w_sharding, spec.precision)
     if clipped is not None:
         dw = through_estimator(dw, clipped, spec.served)
-    return dx, dw, bias_gradient(dy, like_bias, bias_sharding), None, found
+    return dx, dw, bias_gradient(dy, bias_marker, bias_sharding), None, found
 
 
 _matmul.defvjp(_forward, _backward)
@@ -253,26 +255,26 @@ _matmul_jit = jax.jit(_matmul, static_argnums=0)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _matmuls(specs: tuple[_ProductSpec, ...], xs, weights, biases):
+def _matmuls(specs: tuple[_WeightOnlySpec, ...], xs, weights, biases):
     """The products of one x, which is given for each: so autodiff adds up its gradients as those of separate calls."""
-    return _fprops(specs, xs, [named(q, CHECKPOINT_NAMES[1]) for q in weights], biases)
+    return _fprops(specs, xs, [tag_residual(q, CHECKPOINT_NAMES[1]) for q in weights], biases)
 
 
-def _fprops(specs: tuple[_ProductSpec, ...], xs, kept, biases):
+def _fprops(specs: tuple[_WeightOnlySpec, ...], xs, kept, biases):
     with in_profiles("fprop"):
         weights = [read(q).mT for q in kept]
         return weight_only_matmuls("scaled_matmul", xs[0], weights, biases, specs[0].out_dtype)
 
 
-def _matmuls_forward(specs: tuple[_ProductSpec, ...], xs, weights, biases):
+def _matmuls_forward(specs: tuple[_WeightOnlySpec, ...], xs, weights, biases):
     xs, biases = differentiated_once((xs, biases))
-    kept = [named(q, CHECKPOINT_NAMES[1]) for q in weights]
-    ys = tuple(product(y) for y in _fprops(specs, xs, kept, biases))
-    likes = [(dtype_marker(x), None, dtype_marker(bias)) for x, bias in zip(xs, biases, strict=True)]
-    return ys, [(None, q, None, like, None) for q, like in zip(kept, likes, strict=True)]
+    kept = [tag_residual(q, CHECKPOINT_NAMES[1]) for q in weights]
+    ys = tuple(tag_product(y) for y in _fprops(specs, xs, kept, biases))
+    all_markers = [(dtype_marker(x), None, dtype_marker(bias)) for x, bias in zip(xs, biases, strict=True)]
+    return ys, [(None, q, None, markers, None) for q, markers in zip(kept, all_markers, strict=True)]
 
 
-def _matmuls_backward(specs: tuple[_ProductSpec, ...], residuals, dys):
+def _matmuls_backward(specs: tuple[_WeightOnlySpec, ...], residuals, dys):
     found = [_backward(*own) for own in zip(specs, residuals, dys, strict=True)]
     return tuple(dx for dx, *_ in found), (None,) * len(specs), tuple(dbias for _, _, dbias, *_ in found)
 

@@ -93,7 +93,7 @@ def _norm_of(layer: RMSNorm | LayerNorm, inputs: jax.Array, residual: Any, param
 
 
 def _called(layer: RMSNorm | LayerNorm, inputs: jax.Array, residual: jax.Array | None) -> Any:
-    """What a norm's layer gives."""
+    """The result of a norm's layer."""
     shape = layer_inputs(type(layer).__name__, inputs).shape[-1:]
     norm = _norm_of(layer, inputs, residual, lambda name, init: layer.param(name, init, shape, layer.param_dtype))
     return norm.result()
@@ -240,6 +240,6 @@ class MLP(nn.Module):
 
 
 def dense_options(layer: Any) -> dict[str, Any]:
-    """What a block hands to each Dense in it."""
+    """The options that a block hands to each Dense in it."""
     names = ("use_bias", "dtype", "param_dtype", "precision", "kernel_init", "bias_init", "recipe")
     return {name: getattr(layer, name) for name in names}

@@ -38,7 +38,7 @@ _CALLS: dict[type, Any] = {
 
 @dataclasses.dataclass(frozen=True)
 class _Conversion:
-    """What a converted class is: this Module class, whose layers follow these rules.
+    """The conversion behind a converted class: a Module class whose layers follow these rules.
 
     Attributes:
         names: every layer that has been called, because what nn.jit has traced does not call it again.
@@ -64,7 +64,7 @@ and without it."""
 
 
 def convert(module: Any, rules: Recipe | None = FROM_CONTEXT) -> Any:
-    """The same module, whose Dense, DenseGeneral, Einsum and Conv layers compute as this library's, wherever they are.
+    """Converts a module: its Dense, DenseGeneral, Einsum and Conv layers compute as this library's, wherever they are.
 
     Parameters, their initial values, collections and RNGs are the module's own, and so are its methods: what is saved
     for one is loaded by the other. A layer is named by its path in the model, such as "block_0/mlp/up".
@@ -229,8 +229,8 @@ def own_matrices(params: Any, modules: Collection[str], path: str = "") -> dict[
 
 
 def _complaints(conversion: _Conversion, module: nn.Module) -> list[str]:
-    """What the conversion has not reached."""
+    """Complaints about layers that the conversion has not reached."""
     own = own_matrices(module.variables.get("params", {}), conversion.own, "/".join(module.path))
-    reached = silence.Reached(conversion.names, conversion.followed, conversion.left, own)
+    reached = silence.ConversionReach(conversion.names, conversion.followed, conversion.left, own)
     nothing = f"{conversion.module.__name__} has called no Dense, DenseGeneral, Einsum or Conv to convert"
     return silence.of_conversion(None if conversion.rules is FROM_CONTEXT else conversion.rules, reached, nothing)

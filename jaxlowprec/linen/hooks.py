@@ -17,7 +17,7 @@ from jaxlowprec.recipes.roles import Recipe
 
 
 def flax_dot_general_cls(rules: Recipe | None = FROM_CONTEXT) -> Callable[[], nn.Module]:
-    """What Linen layers, and frameworks such as MaxText, take as `dot_general_cls=`: it makes the module of a product.
+    """The `dot_general_cls=` of Linen layers, and of frameworks such as MaxText: it makes the module of a product.
 
     The module's call has the arguments of `jax.lax.dot_general`, the layer's inputs first. Its `DelayedScaling` state
     is in the collection "_overwrite_with_gradient", which `init` makes. For rules by name, the layer's name is the path
@@ -64,7 +64,7 @@ class DotGeneral(nn.Module):
         *,
         out_sharding: Any = None,
     ) -> jax.Array:
-        """As `jax.lax.dot_general`."""
+        """Computes `jax.lax.dot_general` under the rules."""
         name = "/".join(self.path[:-1])
         recipe = _recipe(self, self.rules, name)
         state = None if recipe is None or recipe.delayed is None else _state(self, recipe.delayed)

@@ -125,7 +125,7 @@ def _options(layer: nn.Module, given: Any, recipe: Recipe | None) -> dict[str, A
 
 
 _latest_states: weakref.WeakKeyDictionary[Any, dict[Any, tuple[State, State]]] = weakref.WeakKeyDictionary()
-"""For each root scope and path in it, the state as it was read, and as the layer's latest call returned it.
+"""The state of each path in each root scope, as it was read, and as the layer's latest call returned it.
 
 Not by the layer's own scope: that is another one after each call."""
 

@@ -1,1 +1,1 @@
-"""What a recipe does to a whole model."""
+"""Recipes for whole models: transformations, explanations, searches and a decoder."""

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxlowprec.arguments import a_flag, as_array, shown, whole_number
-from jaxlowprec.layers.accumulating import Accumulation, Sum, accumulating
+from jaxlowprec.layers.accumulating import Accumulation, Total, accumulating
 from jaxlowprec.layers.delayed_scaling import OVERWRITE_WITH_GRADIENT, add_gradients, is_state
 from jaxlowprec.layers.layer_call import quantized_weight
 from jaxlowprec.layers.residuals import in_profiles
@@ -103,7 +103,7 @@ def _accumulated(loss: Callable[..., Any], params: Any, parts: Any, count: int) 
 
         def with_sums(totals: dict[int, Any], learned: dict[int, Any]) -> tuple[Any, Any]:
             arrays = [learned.get(i, leaf) for i, leaf in enumerate(leaves)]
-            sums = {i: Sum(totals[i], quantized[i]) for i in totals}
+            sums = {i: Total(totals[i], quantized[i]) for i in totals}
             accumulation = Accumulation()
             for i, each in sums.items():
                 accumulation.add(arrays[i], each)
@@ -139,8 +139,8 @@ def _accumulated(loss: Callable[..., Any], params: Any, parts: Any, count: int) 
 
 
 def _kernels(loss: Callable[..., Any], tree: Any, leaves: list[jax.Array], part: Any) -> dict[int, Any]:
-    """By number of a leaf that one layer reads, of linears or experts, and nothing else: the layer's call."""
-    sums = [Sum() for _ in leaves]
+    """The call of the layer, of linears or experts, that alone reads a leaf, by the leaf's number."""
+    sums = [Total() for _ in leaves]
 
     def traced(arrays: list[jax.Array], part: Any) -> Any:
         accumulation = Accumulation()

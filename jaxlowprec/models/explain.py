@@ -49,7 +49,7 @@ def _sums_of(recipe: Recipe | None, is_grouped: bool) -> Sums:
 
 
 def explain(model: Any, recipe: Recipe | None = FROM_CONTEXT, *args: Any, **kwargs: Any) -> Explanation:
-    """What a recipe does to each layer of a model, or to each product of a function, without computing anything.
+    """Explains how a recipe quantises each layer of a model, or each product of a function; computes nothing.
 
     Arguments:
         model: an NNX module. Or a Linen module; then the arguments of `model.apply` follow, beginning with the
@@ -94,14 +94,14 @@ def explained(who: str, model: Any, recipe: Any, *args: Any, **kwargs: Any) -> E
 
 
 def _of_function(fn: Any, recipe: Any, args: Any, kwargs: Any) -> Explanation:
-    """What a recipe does to the products of a function by its parameters."""
+    """The explanation of a function's products by its parameters."""
     params: tuple[int | str, ...] = (0,)
     if isinstance(given := getattr(fn, "transformation", None), QuantizedMatmuls):
         fn, params, recipe = given.fn, given.params, given.rules if recipe is FROM_CONTEXT else recipe
     rules = resolve("explain", recipe)
     traced = TracedFunction(fn, params, args, kwargs, rules)
     uses: dict[tuple[int, AppliedRecipe], int] = {}
-    for product in traced.following.products:
+    for product in traced.trace.products:
         if not has_matrices(product.shape):  # a vector, such as a score's
             continue
         for group in product.weight.groups:
@@ -112,7 +112,7 @@ def _of_function(fn: Any, recipe: Any, args: Any, kwargs: Any) -> Explanation:
     seen = {leaf for leaf, _ in uses}
     for number, leaf in enumerate(traced.leaves):
         if leaf.name is not None and number not in seen and has_matrices(leaf.shape):
-            lost = traced.following.lost.get(number)
+            lost = traced.trace.lost.get(number)
             note = "looked up" if lost == "gather" else f"not followed through {lost}" if lost else "in no product"
             layers.append(AppliedRecipe(leaf.name, leaf.shape, note=note))
     return Explanation(tuple(layers))
@@ -121,9 +121,9 @@ def _of_function(fn: Any, recipe: Any, args: Any, kwargs: Any) -> Explanation:
 def _of_product(
     traced: TracedFunction, product: Product, weight: Weight, others: list[str], rules: Recipe | None
 ) -> AppliedRecipe:
-    """What a recipe does to a parameter in a product, in which others are joined with it."""
+    """The recipe as applied to a parameter in a product, in which others are joined with it."""
     name, note = weight.name, product.reason
-    own, use = traced.following.recipe_at(name), traced.following.uses.get(name, Use.UNKNOWN)
+    own, use = traced.trace.recipe_at(name), traced.trace.uses.get(name, Use.UNKNOWN)
     if own is None and not note:
         note = "no recipe" if rules is None else "left out by the recipe"
     by_name = None if rules is None else rules.within(name)
@@ -137,7 +137,7 @@ def _of_product(
     leaf = traced.leaves[weight.leaf]
     whole = others or product.weight.shard or product.weight.computed
     row = AppliedRecipe(name, leaf.shape if whole else product.shape, roles, ", ".join(filter(None, [note, reason])))
-    return _with_packed(dataclasses.replace(row, sums=_sums_of(own, product.grouped)), leaf.packed)
+    return _with_loaded(dataclasses.replace(row, sums=_sums_of(own, product.grouped)), leaf.loaded)
 
 
 def _used(row: AppliedRecipe, shape: tuple[int, ...], count: int) -> AppliedRecipe:
@@ -151,7 +151,7 @@ def _used(row: AppliedRecipe, shape: tuple[int, ...], count: int) -> AppliedReci
 def _applied(
     path: str, name: str, layer: Any, kernel: Any, axes: KernelAxes | str, converted: tuple[Any] | None = None
 ) -> AppliedRecipe:
-    """What the recipe does to a layer of this name in the current scope.
+    """The recipe as applied to a layer of this name in the current scope.
 
     Arguments:
         axes: those of its kernel, or why it has none that could be served.
@@ -161,7 +161,7 @@ def _applied(
         weight = without_adapter(kernel)
         loaded = isinstance(weight, QuantizedArray)
         applied = AppliedRecipe(path, kernel.shape) if loaded else _applied(path, name, layer, weight, axes, converted)
-        return _with_packed(applied, kernel)
+        return _with_loaded(applied, kernel)
     if not isinstance(layer, _OURS) and converted is None:
         return AppliedRecipe(path, kernel.shape, note="no jaxlowprec layer")
     if isinstance(axes, KernelAxes) and not axes.contracted:
@@ -188,8 +188,8 @@ def _applied(
     return AppliedRecipe(path, kernel.shape, roles, note, axes, sums=sums)
 
 
-def _with_packed(applied: AppliedRecipe, kernel: Any) -> AppliedRecipe:
-    """The same with what is to be said of a kernel that is quantised, or has an adapter, or both."""
+def _with_loaded(applied: AppliedRecipe, kernel: Any) -> AppliedRecipe:
+    """`applied` with notes on a kernel that is quantised, or has an adapter, or both."""
     weight, notes = without_adapter(kernel), [applied.note]
     if isinstance(weight, QuantizedArray):
         applied = dataclasses.replace(applied, roles=Roles(None, Role(weight.format), None), loaded=True)
@@ -200,7 +200,7 @@ def _with_packed(applied: AppliedRecipe, kernel: Any) -> AppliedRecipe:
 
 
 def _of_windows(applied: AppliedRecipe, layer: Any, *args: Any, **kwargs: Any) -> AppliedRecipe:
-    """What the recipe does to a layer with these inputs, if they are known: a convolution has to be a product."""
+    """`applied` to a layer with these inputs, if they are known: a convolution has to be a matrix product."""
     if not isinstance(layer, nn.Conv | nnx.Conv):
         return applied
     windows = windows_of(layer, *args, **kwargs)
@@ -214,7 +214,7 @@ def _of_windows(applied: AppliedRecipe, layer: Any, *args: Any, **kwargs: Any) -
 
 
 def _choice(given: Recipe | None, by_path: Recipe | None) -> str:
-    """What the path of a layer without a name would choose."""
+    """The choice that the path of a layer without a name would make, in words."""
     if by_path is None:
         return "left out"
     return "chosen" if given is None else type(by_path).__name__

@@ -15,7 +15,7 @@ HIGH_PRECISION = Roles(None, None, None)
 
 @dataclasses.dataclass(frozen=True)
 class AppliedRecipe:
-    """What a recipe does to one layer.
+    """The recipe of one layer, as it applies.
 
     Attributes:
         path: the layer's path in the model.
@@ -40,7 +40,7 @@ class AppliedRecipe:
 
 @dataclasses.dataclass(frozen=True)
 class Explanation:
-    """What a recipe does to each layer of a model; str() is a table.
+    """The recipe of each layer of a model, as it applies; str() is a table.
 
     Attributes:
         layers: in the order of their calls (Linen) or of the model's attributes (NNX).
@@ -69,7 +69,7 @@ class Explanation:
 
 
 def _operand(layer: AppliedRecipe, tensor: str) -> str:
-    """What a tensor is quantised to where a GEMM reads it so; for each of its GEMMs, if they read different forms."""
+    """The format in which GEMMs read a tensor, in words; for each of its GEMMs, if they read different forms."""
     roles, found = layer.roles, {}
     if layer.loaded:
         return str(roles.weight.format) if tensor == "weight" and roles.weight else "-"
@@ -83,7 +83,7 @@ def _operand(layer: AppliedRecipe, tensor: str) -> str:
 
 
 def _of_each_gemm(found: Mapping[str, str]) -> str:
-    """What was found for each GEMM, once if it is the same for all."""
+    """The words for each GEMM, once if they are equal for all."""
     if len(set(found.values())) < 2:
         return next(iter(found.values()), "-")
     return ", ".join(f"{gemm} {what}" for gemm, what in found.items())

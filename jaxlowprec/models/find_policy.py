@@ -32,7 +32,7 @@ WHOLE = "all"
 
 @dataclasses.dataclass(frozen=True)
 class Effect:
-    """What quantising something does to a step. Means over batches and keys, and their standard errors.
+    """The effect of quantising on a step: means over batches and keys, and their standard errors.
 
     Attributes:
         loss: the loss minus that in high precision, relative to it.
@@ -75,7 +75,7 @@ class Measured:
 
 @dataclasses.dataclass(frozen=True)
 class Policy:
-    """What was found.
+    """Rules that `find_policy` found within the budget, with the measurements behind them.
 
     Attributes:
         recipe: the rules, for `autocast`, `quantize_matmuls` and `convert`.
@@ -259,24 +259,24 @@ class _Search:
                 warnings.simplefilter("ignore")  # that no layer follows the recipe
                 with autocast(self.first):
                     result = jax.eval_shape(function, self.params, self.batches[0])
-            if search.found:
+            if search.sizes:
                 break
         if getattr(result, "shape", None) != () or not jnp.issubdtype(result.dtype, jnp.floating):
             raise TypeError(f"{_WHO}: loss_fn returns {shown(result)}; needs a loss, a scalar")
-        if not search.found:
+        if not search.sizes:
             raise ValueError(
                 f"{_WHO}: no layer of loss_fn follows {self.first}; needs layers of this library without recipes of "
                 "their own, or matrix products by leaves of params"
             )
-        if "" in search.found:
+        if "" in search.sizes:
             raise ValueError(
                 f"{_WHO}: layers have no names, so no rule can tell them apart; call jaxlowprec.nnx.name_layers, or "
                 "give name="
             )
         if function is not loss_fn:
             traced = TracedFunction(loss_fn, (0,), (self.params, self.batches[0]), {}, self.first)
-            self.joined = {p.weight.name: [s.name for s in p.weight.singles] for p in traced.following.products}
-        return function, dict(search.found)
+            self.joined = {p.weight.name: [s.name for s in p.weight.singles] for p in traced.trace.products}
+        return function, dict(search.sizes)
 
     def units(self) -> list[Unit]:
         """All that is measured, in order."""

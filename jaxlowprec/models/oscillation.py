@@ -34,7 +34,7 @@ _Axes = tuple[int, int] | tuple[tuple[int, ...], tuple[int, ...]]
 )
 @dataclasses.dataclass(frozen=True)
 class OscillationState:
-    """What a window knows of each weight that is watched, by its layer's name: arrays of its shape.
+    """The state of a window for each weight that is watched, by its layer's name: arrays of its shape.
 
     Attributes:
         previous: the weight after the previous step.
@@ -264,7 +264,7 @@ class OsciReset:
 
 
 def _where(part: jax.Array, parts: list[Any], values: Any) -> Any:
-    """What the part of that number, counted from 1, makes of the values; of 0 the values themselves.
+    """Applies the part of that number, counted from 1, to the values; 0 returns the values themselves.
 
     A loop of no or one turn leaves buffers that are donated to it in place, where XLA's conditional copies them.
     """

@@ -1,4 +1,4 @@
-"""What it costs to keep layers in high precision, and which to keep within a budget."""
+"""The costs of layers in high precision, and the choice of the layers to keep so within a budget."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Costs:
         return sum(map(_bits_of, operands)) / len(operands)
 
     def choose(self, effects: Mapping[tuple[str, str, str], Any], budget: float) -> dict[tuple[str, str], str | None]:
-        """What each GEMM of each layer follows: a label, or None for high precision.
+        """Chooses the label that each GEMM of each layer follows, or None for high precision.
 
         Steps from one option of a place to a better and dearer one are taken in the order of the error that they
         spare for their cost, as far as the budget goes. Options that spare less for their cost than a dearer one are
@@ -88,7 +88,7 @@ class Costs:
 
 
 def _frontier(options: list[Option]) -> list[Option]:
-    """From the first option, steps to better ones: error spared for their cost, cost, label, with falling ratios."""
+    """Steps from the first option to better ones: error spared for their cost, cost, label, with falling ratios."""
     cost, error, _ = options[0]
     rest, steps = options[1:], list[Option]()
     while True:

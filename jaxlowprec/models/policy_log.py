@@ -73,7 +73,7 @@ class Log:
             self._file.close()
 
     def get(self, *place: Any) -> list[float] | None:
-        """What was measured there, if it was."""
+        """The measurement of a place, or None."""
         return self._found.get(json.dumps(place))
 
     def put(self, *place_and_values: Any) -> None:

@@ -20,9 +20,9 @@ from jaxlowprec.layers.subscripts import has_matrices
 from jaxlowprec.models.kernels import layer_name
 from jaxlowprec.models.transform import modules
 from jaxlowprec.models.transform.evaluating import evaluate
-from jaxlowprec.models.transform.following import Following
+from jaxlowprec.models.transform.parameter_trace import ParameterTrace
 from jaxlowprec.models.transform.uses import Uses
-from jaxlowprec.models.transform.weights import Traced, Weight, arrays_of, is_float, is_packed
+from jaxlowprec.models.transform.weights import TracedValue, Weight, arrays_of, is_float, is_loaded
 from jaxlowprec.recipes import silence
 from jaxlowprec.recipes.autocast import FROM_CONTEXT, resolve
 from jaxlowprec.recipes.fields import Use
@@ -97,7 +97,7 @@ def quantize_matmuls(
     @functools.wraps(fn)
     def quantized(*args: Any, scaling_state: Any = None, **kwargs: Any) -> Any:
         recipe = resolve(_WHO, rules)
-        if recipe is None and not any(map(is_packed, jax.tree.leaves((args, kwargs), is_leaf=is_packed))):
+        if recipe is None and not any(map(is_loaded, jax.tree.leaves((args, kwargs), is_leaf=is_loaded))):
             return fn(*args, **kwargs)
         traced = TracedFunction(fn, chosen, args, kwargs, recipe)
         if recipe is not None:
@@ -108,7 +108,7 @@ def quantize_matmuls(
             silence.saw(recipe, traced.products)
         else:
             silence.warn_once(_WHO, recipe, silence.complaints(recipe, traced.names, traced.products), depth=1)
-        return traced.computed(scaling_state) if traced.changes or traced.has_packed else fn(*args, **kwargs)
+        return traced.computed(scaling_state) if traced.changes or traced.has_loaded else fn(*args, **kwargs)
 
     def init_state(*args: Any, **kwargs: Any) -> dict[str, Any]:
         recipe = resolve(_WHO, rules)
@@ -122,7 +122,7 @@ def quantize_matmuls(
 
 @dataclasses.dataclass(frozen=True)
 class QuantizedMatmuls:
-    """What `quantize_matmuls` made a function of; the function has it as its attribute `transformation`.
+    """The arguments of `quantize_matmuls`, which the transformed function has as its attribute `transformation`.
 
     Attributes:
         fn, rules: its arguments.
@@ -158,12 +158,12 @@ class _Leaf:
     Attributes:
         name: the layer's name if it is a parameter, else None.
         shape: its shape.
-        packed: the parameter if it is quantised or has an adapter, else None.
+        loaded: the parameter if it is quantised or has an adapter, else None.
     """
 
     name: str | None
     shape: tuple[int, ...]
-    packed: Any = None
+    loaded: Any = None
 
 
 class TracedFunction:
@@ -171,20 +171,20 @@ class TracedFunction:
 
     Attributes:
         leaves: the arrays among the arguments.
-        following: what was found.
+        trace: of its parameters.
         changes: whether any product follows the recipe.
-        has_packed: whether a parameter is quantised or has an adapter, so that fn itself cannot be called with it.
+        has_loaded: whether a parameter is quantised or has an adapter, so that fn itself cannot be called with it.
     """
 
     def __init__(self, fn: Any, params: tuple[int | str, ...], args: Any, kwargs: Any, recipe: Recipe | None):
         chosen = _positions(fn, params, args, kwargs)
         given, self._modules = modules.opened((args, kwargs))
-        leaves, structure = jax.tree_util.tree_flatten_with_path(_packed(given, chosen))
+        leaves, structure = jax.tree_util.tree_flatten_with_path(_loaded(given, chosen))
         arrays = [i for i, (_, leaf) in enumerate(leaves) if _is_array(leaf)]
         self._chosen, self._arrays, self._leaves = chosen, arrays, ([leaf for _, leaf in leaves], structure)
-        self._values = [leaves[i][1].kernel if isinstance(leaves[i][1], _Packed) else leaves[i][1] for i in arrays]
+        self._values = [leaves[i][1].kernel if isinstance(leaves[i][1], _Loaded) else leaves[i][1] for i in arrays]
         self.leaves = [
-            _Leaf(_layer_name(leaves[i][0], chosen), np.shape(v), v if is_packed(v) else None)
+            _Leaf(_layer_name(leaves[i][0], chosen), np.shape(v), v if is_loaded(v) else None)
             for i, v in zip(arrays, self._values, strict=True)
         ]
 
@@ -196,19 +196,19 @@ class TracedFunction:
             return result, modules.changes(made)
 
         try:
-            types = [jax.ShapeDtypeStruct(v.shape, v.dtype) if is_packed(v) else v for v in self._values]
+            types = [jax.ShapeDtypeStruct(v.shape, v.dtype) if is_loaded(v) else v for v in self._values]
             self._closed, shapes = jax.make_jaxpr(flat, return_shape=True)(*types)
         except jax.errors.ConcretizationTypeError as error:
             error.add_note(f"{_WHO}: {_named(fn)} has to be traceable by jax.jit")
             raise
         self._results = jax.tree.structure(shapes)
         self._weights = tuple(self._weight(i, recipe) for i in range(len(self.leaves)))
-        self.has_packed = any(map(is_packed, self._values))
-        self.following = Following(recipe)
-        self.changes = self.following.through(self._closed.jaxpr, self._weights).changes
+        self.has_loaded = any(map(is_loaded, self._values))
+        self.trace = ParameterTrace(recipe)
+        self.changes = self.trace.through(self._closed.jaxpr, self._weights).changes
         if uses := self._uses():
-            self.following = Following(recipe, uses)
-            self.changes = self.following.through(self._closed.jaxpr, self._weights).changes
+            self.trace = ParameterTrace(recipe, uses)
+            self.changes = self.trace.through(self._closed.jaxpr, self._weights).changes
 
     def _weight(self, number: int, recipe: Recipe | None) -> Weight | None:
         """The parameter that an array is."""
@@ -216,31 +216,31 @@ class TracedFunction:
         if name is None or not is_float(self._closed.jaxpr.invars[number].aval):
             return None
         ends = None if recipe is None or is_quantized(value) else recipe.ends(name)
-        if ends is not None and is_packed(value):  # some of its layers follow the recipe, others do not
+        if ends is not None and is_loaded(value):  # some of its layers follow the recipe, others do not
             self._values[number] = value.merged()
-        return Weight(name, number, ends=ends, packed=is_packed(self._values[number]))
+        return Weight(name, number, ends=ends, loaded=is_loaded(self._values[number]))
 
     def _uses(self) -> dict[str, Use]:
-        """What layers are for, where the recipe asks for it: see `DEFAULT_EXCLUDE`."""
-        following, rules = self.following, self.following.recipe
-        named = [(single.name, product) for product in following.products for single in product.weight.singles]
+        """The uses of layers, where the recipe asks for them: see `DEFAULT_EXCLUDE`."""
+        trace, rules = self.trace, self.trace.recipe
+        named = [(single.name, product) for product in trace.products for single in product.weight.singles]
         if rules is None or not any(rules.within(n) != rules.within(n, use) for n, _ in named for use in Use):
             return {}
-        tables = [self.leaves[i].shape[-2] for i, by in following.lost.items() if by == "gather"]
-        uses = Uses(self._closed.jaxpr, following.by_equation)
+        tables = [self.leaves[i].shape[-2] for i, by in trace.lost.items() if by == "gather"]
+        uses = Uses(self._closed.jaxpr, trace.by_equation)
         found = {name: uses.of(product, name, max(tables, default=0)) for name, product in named}
         return {name: use for name, use in found.items() if use is not Use.UNKNOWN}
 
-    def following_packed(self, numbers: set[int]) -> Following:
-        """What is found if the parameters of these numbers are packed: quantised, or with an adapter."""
-        following = Following(self.following.recipe, self.following.uses)
+    def trace_if_loaded(self, numbers: set[int]) -> ParameterTrace:
+        """The trace of the function if the parameters of these numbers are loaded: quantised, or with an adapter."""
+        trace = ParameterTrace(self.trace.recipe, self.trace.uses)
         weights = [
-            dataclasses.replace(w, packed=True) if w is not None and w.leaf in numbers else w for w in self._weights
+            dataclasses.replace(w, loaded=True) if w is not None and w.leaf in numbers else w for w in self._weights
         ]
-        for weight in following.through(self._closed.jaxpr, tuple(weights)).results:
-            if weight is not None and weight.packed:
-                following.lost.setdefault(weight.leaf, "its result")
-        return following
+        for weight in trace.through(self._closed.jaxpr, tuple(weights)).results:
+            if weight is not None and weight.loaded:
+                trace.lost.setdefault(weight.leaf, "its result")
+        return trace
 
     def value(self, number: int) -> Any:
         """The array of that number among the leaves."""
@@ -254,7 +254,7 @@ class TracedFunction:
     def parameters(self, replaced: Mapping[int, Any]) -> list[Any]:
         """The arguments that are parameters, with other values for the leaves of these numbers."""
         leaves, structure = self._leaves
-        values = [leaf.kernel if isinstance(leaf, _Packed) else leaf for leaf in leaves]
+        values = [leaf.kernel if isinstance(leaf, _Loaded) else leaf for leaf in leaves]
         for number, value in replaced.items():
             values[self._arrays[number]] = value
         args, kwargs = jax.tree.unflatten(structure, values)
@@ -263,22 +263,22 @@ class TracedFunction:
     @property
     def names(self) -> list[str]:
         """The names of all layers: of each parameter that could be a weight, or is one in part."""
-        found = {single.leaf for product in self.following.products for single in product.weight.singles}
+        found = {single.leaf for product in self.trace.products for single in product.weight.singles}
         found |= {i for i, leaf in enumerate(self.leaves) if has_matrices(leaf.shape)}
         return [w.name for w in self._weights if w is not None and w.leaf in found]
 
     @property
     def products(self) -> list[str]:
         """The names of the layers that a recipe can change."""
-        used = [product.weight for product in self.following.products if not product.reason]
+        used = [product.weight for product in self.trace.products if not product.reason]
         return [single.name for weight in used for single in weight.singles]
 
     def left_alone(self) -> list[str]:
-        """What is to be said of parameters that the recipe is for, in products that it cannot have; [] of none."""
+        """A warning about parameters that the recipe is for, in products that it cannot quantise; or []."""
         found = {}
-        for product in self.following.products:
+        for product in self.trace.products:
             for single in product.weight.singles if product.avoidable else ():
-                if self.following.recipe_at(single.name) is not None:
+                if self.trace.recipe_at(single.name) is not None:
                     found[single.leaf] = single.name, product.reason
         if not found:
             return []
@@ -292,9 +292,9 @@ class TracedFunction:
         """The recipes of the layers that keep amax histories, and the number of experts if a layer has some, by the
         layers' names."""
         found = {}
-        for product in self.following.products:
+        for product in self.trace.products:
             name = product.weight.name
-            recipe = None if product.reason else self.following.recipe_at(name)
+            recipe = None if product.reason else self.trace.recipe_at(name)
             if recipe is not None and recipe.delayed:
                 found[name] = recipe.delayed, product.shape[0] if product.grouped else None
         return found
@@ -317,11 +317,11 @@ class TracedFunction:
 
         def run(variables: Any) -> list[Any]:
             arguments = [
-                Traced(None if is_packed(v) else v, w, v)
+                TracedValue(None if is_loaded(v) else v, w, v)
                 for v, w in zip(variables["values"], self._weights, strict=True)
             ]
             jaxpr, states = self._closed.jaxpr, variables.get(key, {})
-            results = evaluate(self.following, states, jaxpr, self._closed.consts, arguments)
+            results = evaluate(self.trace, states, jaxpr, self._closed.consts, arguments)
             return arrays_of(results, jaxpr.outvars)
 
         variables = {"values": self._values} | ({key: {name: given[name] for name in needed}} if needed else {})
@@ -332,21 +332,21 @@ class TracedFunction:
         return result
 
 
-class _Packed:
+class _Loaded:
     """A quantised or adapted parameter, which the function sees as one array."""
 
     def __init__(self, kernel: Any):
         self.kernel = kernel
 
 
-def _packed(given: Any, chosen: Container[int | str]) -> Any:
+def _loaded(given: Any, chosen: Container[int | str]) -> Any:
     """The arguments (args, kwargs), with the quantised and adapted parameters as leaves."""
 
     def one(node: Any) -> Any:
-        return _Packed(node) if is_packed(node) else node
+        return _Loaded(node) if is_loaded(node) else node
 
     def of(key: int | str, argument: Any) -> Any:
-        is_leaf = lambda node: is_packed(node) or isinstance(node, modules.Opened)  # noqa: E731
+        is_leaf = lambda node: is_loaded(node) or isinstance(node, modules.ModuleTree)  # noqa: E731
         return jax.tree.map(one, argument, is_leaf=is_leaf) if key in chosen else argument
 
     args, kwargs = given
@@ -354,7 +354,7 @@ def _packed(given: Any, chosen: Container[int | str]) -> Any:
 
 
 def _is_array(leaf: Any) -> bool:
-    return isinstance(leaf, jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct | _Packed)
+    return isinstance(leaf, jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct | _Loaded)
 
 
 def _named(fn: Any) -> str:

@@ -15,7 +15,7 @@ from jaxlowprec.layers.low_rank import LoRAKernel, is_quantized
 from jaxlowprec.layers.weight_only import check_whole_blocks, quantize_weight
 from jaxlowprec.models.explain import AppliedRecipe, explained
 from jaxlowprec.models.quantize_matmuls import QuantizedMatmuls, TracedFunction
-from jaxlowprec.models.transform.modules import Opened
+from jaxlowprec.models.transform.modules import ModuleTree
 from jaxlowprec.models.transform.products import Product
 from jaxlowprec.moe.grouped_linear import MODULE_TYPE
 from jaxlowprec.recipes import silence
@@ -161,22 +161,22 @@ def _of_function(fn: Any, recipe: Any, args: Any, kwargs: Any) -> Any:
     rules = resolve(_WHO, recipe)
     traced = TracedFunction(fn, params, args, kwargs, rules)
     roles: dict[int, Roles] = {}
-    for product in traced.following.products:
+    for product in traced.trace.products:
         for single in product.weight.singles if not product.reason else ():
-            own = traced.following.recipe_at(single.name)
-            if own is None or is_quantized(traced.leaves[single.leaf].packed):
+            own = traced.trace.recipe_at(single.name)
+            if own is None or is_quantized(traced.leaves[single.leaf].loaded):
                 continue
             found = own.roles(MODULE_TYPE if product.grouped else "linear", single.name)
             if found.ste is not None and found.weight is not None:
                 roles[single.leaf] = found
     _check_some(roles)
-    following = traced.following_packed(set(roles))
+    trace = traced.trace_if_loaded(set(roles))
     new = {}
     for leaf, found in roles.items():
-        products = [product for product in following.products if product.weight.leaf == leaf]
-        new[leaf] = _served_leaf(traced, leaf, products, following.lost.get(leaf), found)
+        products = [product for product in trace.products if product.weight.leaf == leaf]
+        new[leaf] = _served_leaf(traced, leaf, products, trace.lost.get(leaf), found)
     replaced = traced.parameters(new)
-    if any(isinstance(tree, Opened) for tree in replaced):
+    if any(isinstance(tree, ModuleTree) for tree in replaced):
         raise TypeError(f"{_WHO}: the function's parameters are an NNX module; pass the module itself, converted")
     return replaced[0] if len(params) == 1 else tuple(replaced)
 
@@ -185,7 +185,7 @@ def _served_leaf(traced: TracedFunction, leaf: int, products: list[Product], los
     """A function's parameter, quantised along the axis that all its products contract."""
     given: Any = traced.value(leaf)
     name, fmt = traced.leaves[leaf].name, roles.forms("weight")[1].format  # type: ignore[union-attr]
-    axes = {product.packed_axis for product in products}
+    axes = {product.loaded_axis for product in products}
     reason = next((product.reason for product in products if product.reason), "")
     if traced.has_ends(leaf):
         reason = "the first and last layers of its stack stay in high precision, so it is not quantised as a whole"

@@ -1,4 +1,4 @@
-"""What levels the load of experts: losses of the router, and the update of the selection bias."""
+"""Load balancing of experts: losses of the router, and the update of the selection bias."""
 
 from __future__ import annotations
 

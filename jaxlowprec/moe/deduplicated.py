@@ -43,7 +43,7 @@ def to_devices(experts: Int32[Array, "T k"], own: int, devices: int) -> Dispatch
 
 
 @dataclasses.dataclass(frozen=True)
-class Deduplicated:
+class DeduplicatedAllToAll:
     """Experts on other devices, to which tokens travel.
 
     Attributes:
@@ -104,7 +104,7 @@ class _There:
     own: int
 
     def run(self, compute: Compute, experts: Array, x: Array, weights: Array) -> Combined:
-        """`Deduplicated.run`."""
+        """`DeduplicatedAllToAll.run`."""
         as_they_are = dataclasses.replace(self.route, formats=AS_THEY_ARE)
         tokens = to_experts(self.route, scatter_to_experts(x, self.where), self.plan)
         weights = to_experts(as_they_are, scatter_to_experts(weights, self.where), self.plan)

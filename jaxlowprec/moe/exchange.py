@@ -28,7 +28,7 @@ from jaxlowprec.moe.wire import AS_THEY_ARE, Formats, Wire, formats_of, sent
 
 
 class Plan(NamedTuple):
-    """Where rows go. A pytree.
+    """The destinations of rows. A pytree.
 
     Attributes:
         sent: int32 [n]: how many rows this device has for each.
@@ -62,12 +62,12 @@ def plan_of(where: Dispatch, axis: Any) -> Plan:
 
 
 def _starts(sizes: Array) -> Array:
-    """Where each part begins, of parts of these sizes one after the other along the last axis."""
+    """The beginning of each part, of parts of these sizes one after the other along the last axis."""
     return jnp.cumsum(sizes, axis=-1) - sizes
 
 
 def _found(sizes: Array, count: int) -> tuple[Array, Array, Array]:
-    """For each of `count` places: which of the parts of these sizes it is in, its place there, and if it is in one."""
+    """The part of these sizes that each of `count` places is in, its place there, and whether it is in one."""
     place, ends = jnp.arange(count, dtype=jnp.int32), jnp.cumsum(sizes)
     part = jnp.minimum(jnp.searchsorted(ends, place, side="right"), sizes.shape[0] - 1).astype(jnp.int32)
     return part, place - (ends - sizes)[part], place < ends[-1]

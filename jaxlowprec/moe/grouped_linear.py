@@ -66,11 +66,11 @@ def check_fsdp_axis(who: str, fsdp_axis: Any, is_quantized: bool = False) -> Non
 
 def hidden_activation(activation: Callable[..., jax.Array], gated: bool | Literal["joint"]) -> Callable[..., jax.Array]:
     """The activation as a function of the results of gate and up, or of up; see `jaxlowprec.nnx.MoE`."""
-    return Gated(activation) if gated is True else activation
+    return GatedActivation(activation) if gated is True else activation
 
 
 @dataclasses.dataclass(frozen=True)
-class Gated:
+class GatedActivation:
     """activation(gate) * up as one function, equal to others of the same activation: equal blocks are traced once."""
 
     activation: Callable[..., jax.Array]

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Int32
 
 from jaxlowprec.arguments import a_flag, array, one_of, shown, whole_number
-from jaxlowprec.moe.deduplicated import Deduplicated
+from jaxlowprec.moe.deduplicated import DeduplicatedAllToAll
 from jaxlowprec.moe.dispatching import dispatch
 from jaxlowprec.moe.exchange import AllToAll, Combined, InPlace
 from jaxlowprec.moe.router import RouterConfig, Routing, check_config, route
@@ -21,7 +21,7 @@ from jaxlowprec.moe.wire import WIRES, Wire
 from jaxlowprec.ops.checks import mesh_axes
 
 Exchange = Literal["sum", "all_to_all", "deduplicated"]
-Groups = InPlace | AllToAll | Deduplicated
+Groups = InPlace | AllToAll | DeduplicatedAllToAll
 
 
 @jax.tree_util.register_dataclass
@@ -137,7 +137,7 @@ def _combined(x: Array, routing: Routing, experts: Callable[[Array, Groups], Com
         return jax.lax.psum(y, axis), like
     how: Any = {"axis": axis, "factor": settings.buffer_factor, "wire": settings.wire}
     if settings.exchange == "deduplicated":
-        return experts(x, Deduplicated(routing, **how))
+        return experts(x, DeduplicatedAllToAll(routing, **how))
     return experts(x, AllToAll(dispatch(routing.experts, experts_in_all), routing.weights, **how))
 
 

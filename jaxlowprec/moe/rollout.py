@@ -64,7 +64,7 @@ def encoded(
     form: Form,
     dtype: str,
 ) -> list[Any]:
-    """What `captured` reads, of int32 [layers with experts, sequences, length, k]; see `RoutingTape`."""
+    """Encodes int32 [layers with experts, sequences, length, k] as `captured` reads it; see `RoutingTape`."""
     who = "to_routed_experts"
     one_of(who, "form", form, "array", "base64", "npy")
     one_of(who, "dtype", dtype, *_DTYPES)

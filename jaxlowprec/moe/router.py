@@ -137,7 +137,7 @@ _DEFAULT = RouterConfig()
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Routing:
-    """Which experts each token goes to, their weights, and the losses of the router. A pytree.
+    """The experts of each token, their weights, and the losses of the router. A pytree.
 
     Attributes:
         experts: int32 [tokens, k], the experts that are used: a tape for the next pass. Never out of range.

@@ -16,7 +16,7 @@ import numpy as np
 from jaxlowprec.arguments import a_dtype
 
 AFRESH = -1
-"""In a tape: this token chooses its experts afresh. Either all of a row is AFRESH, or nothing of it."""
+"""Sentinel of a tape: the token chooses its experts afresh. A row is all AFRESH or has none."""
 
 _INVALID = -2  # in any dtype not an expert, or one that stands twice in its row
 DTYPES = ("int32", "int16", "uint8")
@@ -73,8 +73,10 @@ def narrowed(tape: Any, dtype: np.dtype, num_experts: int) -> Any:
 
 
 def replayable(tape: Any, num_experts: int) -> tuple[Any, Any]:
-    """Which rows of a tape of int32, a NumPy or a JAX array, are a choice of experts, and which choose afresh; all
-    other rows are errors."""
+    """Masks of the rows of an int32 tape that are a choice of experts, and of those that choose afresh.
+
+    All other rows are errors. `tape` is a NumPy or a JAX array.
+    """
     xp = np if isinstance(tape, np.ndarray) else jnp
     ordered = xp.sort(tape, axis=-1)
     different = (ordered[..., 1:] != ordered[..., :-1]).all(-1)

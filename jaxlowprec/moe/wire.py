@@ -1,4 +1,4 @@
-"""In what rows travel to experts on other devices: as they are, or as the codes and scales that the experts read."""
+"""The form of rows on the way to experts on other devices: as they are, or the codes and scales that experts read."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ WIRES = get_args(Wire)
 
 
 class Formats(NamedTuple):
-    """What rows are quantised to before they travel. None: they travel as they are.
+    """The roles by which rows are quantised before they travel. None: they travel as they are.
 
     Attributes:
         rows: of the rows on their way to experts.
@@ -49,8 +49,8 @@ def is_kept(fmt: Format) -> bool:
 
 
 def formats_of(who: str, layers: Sequence[Layer] | None, dtype: Any, wire: Wire) -> Formats:
-    """What rows and gradients are quantised to before they travel: what the experts' layers read, where a decoded row
-    keeps its numbers, and otherwise MXFP8. What no layer quantises travels as it is.
+    """The formats of rows and gradients on their way: those that the experts' layers read, where a decoded row keeps
+    its numbers, and otherwise MXFP8. Tensors that no layer quantises travel as they are.
 
     Arguments:
         layers: those of the experts, down's last; None: they are not one function.
@@ -83,7 +83,7 @@ def formats_of(who: str, layers: Sequence[Layer] | None, dtype: Any, wire: Wire)
 
 
 def _travelling(role: Role | None) -> Format | None:
-    """In what the operand of a role travels."""
+    """The format in which the operand of a role travels."""
     if role is None:
         return None
     as_read = is_kept(role.format) and role.rounding == "nearest" and role.hadamard is None
@@ -91,7 +91,7 @@ def _travelling(role: Role | None) -> Format | None:
 
 
 def _role(recipe: Recipe | None, name: str, gemm: str) -> Role | None:
-    """That of a GEMM's first operand, or None if it is not quantised."""
+    """The role of a GEMM's first operand, or None if it is not quantised."""
     if recipe is None:
         return None
     roles = recipe.roles(MODULE_TYPE, name)

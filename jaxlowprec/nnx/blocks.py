@@ -162,7 +162,7 @@ _LAYERS = LayersOf(
 
 
 def _normed(norm: Any, inputs: jax.Array, residual: jax.Array | None = None) -> tuple[Any, jax.Array | None]:
-    """What a norm's layer gives, and the sum of inputs and residual; a norm of this library is still to be computed."""
+    """A norm's result and the sum of inputs and residual; this library's norms are prepared, not computed yet."""
     if type(norm) in (RMSNorm, LayerNorm):
         return norm.prepared(inputs, residual), None
     return (norm(inputs), None) if residual is None else norm(inputs, residual)

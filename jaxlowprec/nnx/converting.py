@@ -98,7 +98,7 @@ def convert(model: Any, rules: Recipe | None = FROM_CONTEXT) -> Any:
             layer._set_up(own, name, None)
             layer.converted = True
     if rules is not None:
-        reached = silence.Reached(names, followed, left, own_matrices(model), tables)
+        reached = silence.ConversionReach(names, followed, left, own_matrices(model), tables)
         nothing = "the model has no Linear, LinearGeneral, Einsum or Conv to convert"
         found = silence.of_conversion(None if rules is FROM_CONTEXT else rules, reached, nothing)
         silence.warn_once(_WHO, rules, found, depth=1)
@@ -106,7 +106,7 @@ def convert(model: Any, rules: Recipe | None = FROM_CONTEXT) -> Any:
 
 
 def _uses(model: nnx.Module) -> dict[Any, Use]:
-    """What Linear layers are for, by their paths, where their shapes tell."""
+    """The uses of Linear layers, by their paths, where their shapes tell."""
     layers = {path: m for path, m in nnx.iter_modules(model) if isinstance(m, nnx.Linear | nnx.Embed)}
     vocabulary = max((m.num_embeddings for m in layers.values() if isinstance(m, nnx.Embed)), default=0)
     shapes = {path: (m.in_features, m.out_features) for path, m in layers.items() if isinstance(m, nnx.Linear)}

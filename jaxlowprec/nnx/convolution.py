@@ -91,5 +91,5 @@ class Conv(_Quantizing, nnx.Conv):
         return self._handed_on(y, options["state"])
 
     def _flaxs(self, inputs: jax.Array, out_sharding: Any) -> jax.Array:
-        """What Flax's layer gives."""
+        """The result of Flax's layer."""
         return nnx.Conv.__call__(self, inputs, out_sharding)

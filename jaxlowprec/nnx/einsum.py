@@ -80,7 +80,7 @@ class Einsum(_Quantizing, nnx.Einsum):
         return given
 
     def _flaxs(self, inputs: jax.Array, einsum_str: str | None, out_sharding: Any) -> jax.Array:
-        """What Flax's layer gives."""
+        """The result of Flax's layer."""
         return nnx.Einsum.__call__(self, inputs, einsum_str, out_sharding)
 
 

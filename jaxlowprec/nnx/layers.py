@@ -252,7 +252,7 @@ class Linear(_Quantizing, nnx.Linear):
         return Layer(kernel, bias, self._quantized_kernel(), **self._options(self._recipe()))
 
     def _flaxs(self, inputs: jax.Array, out_sharding: Any) -> jax.Array:
-        """What Flax's layer gives."""
+        """The result of Flax's layer."""
         return nnx.Linear.__call__(self, inputs, out_sharding)
 
 
@@ -305,7 +305,7 @@ class LinearGeneral(_Quantizing, nnx.LinearGeneral):
         return self._handed_on(y, options["state"])
 
     def _flaxs(self, inputs: jax.Array, out_sharding: Any) -> jax.Array:
-        """What Flax's layer gives."""
+        """The result of Flax's layer."""
         return nnx.LinearGeneral.__call__(self, inputs, out_sharding)
 
 

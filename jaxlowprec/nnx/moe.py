@@ -25,7 +25,7 @@ _ROUTING = RouterConfig()
 
 
 class SelectionBias(nnx.Variable):
-    """What a block's router adds to the scores when it chooses experts: float32 [experts].
+    """The bias that a block's router adds to the scores when it chooses experts: float32 [experts].
 
     It is not an `nnx.Param`: optimizers and `nnx.grad` leave it out. `jaxlowprec.moe.update_selection_bias` moves it.
     """

@@ -54,7 +54,7 @@ class Amaxes:
     whole_rows: bool = False
 
     def of_rows(self, rows: int) -> Amaxes:
-        """Those of arrays with that many rows."""
+        """The amaxes of arrays with that many rows: sets `whole_rows`."""
         return dataclasses.replace(self, whole_rows=self.hadamard is not None and rows % BLOCK != 0)
 
     @property
@@ -86,7 +86,7 @@ class Amaxes:
 
     @property
     def attributes(self) -> dict[str, Any]:
-        """For a native call."""
+        """Attributes of a native call."""
         mask = np.uint32(self.hadamard.mask if self.hadamard else 0).view(np.int32)
         return {"plain": self.plain, "rotated": self.hadamard is not None, "sign_mask": mask}
 
@@ -99,7 +99,7 @@ class Amaxes:
         return merged_rows(x) if self.rows_split else x
 
     def reference(self, x: jax.Array) -> list[jax.Array]:
-        """Those of x, in pure JAX."""
+        """The amaxes of x, in pure JAX."""
         if not self.count:
             return []
         x = self.matrix(x)

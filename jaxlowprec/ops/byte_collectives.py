@@ -38,7 +38,7 @@ def exchanged(x: jax.Array, axes: Axes, split: int = 0, together: int = 0) -> ja
 
 
 def passed_on(x: jax.Array, axes: Axes) -> jax.Array:
-    """What the device before this one has, around the ring of the devices."""
+    """Passes x to the next device of the ring, and returns that of the device before this one."""
     devices = size_along(axes)
     ring = [(device, (device + 1) % devices) for device in range(devices)]
     return _sent(x, lambda data: jax.lax.ppermute(data, tuple(axes), ring))

@@ -1,4 +1,4 @@
-"""From a QuantizedArray back to numbers (numerics.md 2 and 5 to 7): the function, its op along rows, and pure JAX."""
+"""Decoding of a QuantizedArray (numerics.md 2 and 5 to 7): the function, its op along rows, and pure JAX."""
 
 from __future__ import annotations
 

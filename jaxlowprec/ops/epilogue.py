@@ -45,7 +45,7 @@ class Epilogue:
         return not self.bias and not self.accumulate and self.activation is None
 
     def operands(self, m: str, n: str) -> list[str]:
-        """Its operands in a wiring rule: bias float32 [..., N], accumulate [..., M, N] and the activation's input
+        """The operands in a wiring rule: bias float32 [..., N], accumulate [..., M, N] and the activation's input
         [..., M, N], each where it is given."""
         return [f"... {n}"] * self.bias + [f"... {m} {n}"] * (self.accumulate + (self.activation == "dgelu"))
 
@@ -63,7 +63,7 @@ class Epilogue:
         return {"activation": self.activation or "none", "bias": self.bias, "accumulate": self.accumulate}
 
     def split(self, extras: Sequence[jax.Array]) -> tuple[jax.Array | None, jax.Array | None, jax.Array | None]:
-        """Its operands by name: bias, accumulate, the activation's input."""
+        """The names of the epilogue's operands: bias, accumulate, the activation's input."""
         given = iter(extras)
         present = self.bias, self.accumulate, self.activation == "dgelu"
         bias, accumulate, activation_input = (next(given) if there else None for there in present)
@@ -84,7 +84,7 @@ class Epilogue:
         return [y.astype(self.out_dtype)] + ([before.astype(self.out_dtype)] if self.pre_activation else [])
 
     @property
-    def sums_only(self) -> Epilogue:
+    def accumulators_only(self) -> Epilogue:
         """An epilogue that does nothing, for partial sums that are added up later."""
         return Epilogue(False, False, None, False, jnp.dtype("float32"))
 

@@ -147,7 +147,7 @@ def rotate(x: jax.Array, hadamard: Hadamard, inverse: bool = False, drawn: jax.A
 def rotate_float32(
     x: jax.Array, hadamard: Hadamard, inverse: bool, dtype=jnp.float32, drawn: jax.Array | None = None
 ) -> jax.Array:
-    """As `rotate` on float32 numbers, rounded to `dtype` but left in float32."""
+    """`rotate` of float32 numbers, rounded to `dtype` but left in float32."""
     size = hadamard.size
     if drawn is None:
         signs = jnp.asarray(np.where(hadamard.negative, -1.0, 1.0), jnp.float32)

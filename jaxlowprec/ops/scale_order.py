@@ -27,7 +27,7 @@ def attributes(fmt: Format, column_major: bool) -> dict[str, Any]:
 
 
 def layouts(codes_and_scales: Sequence[Any], column_major: bool) -> list[tuple[int, ...] | None]:
-    """Of codes, scales, codes, scales and so on, for `jax.ffi.ffi_call`."""
+    """The layouts of codes, scales, codes, scales and so on, for `jax.ffi.ffi_call`."""
 
     def layout(i, ndim):
         return (*range(ndim - 2), ndim - 1, ndim - 2) if column_major and i % 2 else None

@@ -282,7 +282,7 @@ class PerGemm(Recipe):
 
     @property
     def sums(self) -> Sums:
-        """Those of each GEMM's own recipe."""
+        """The sums over devices of each GEMM's own recipe."""
         return Sums(**{gemm: getattr(recipe.sums, gemm) for gemm, recipe in self._recipes().items()})
 
     def applies_to(self, name: str) -> bool:
@@ -290,7 +290,7 @@ class PerGemm(Recipe):
         return any(recipe.applies_to(name) for recipe in self._recipes().values())
 
     def roles(self, module_type: str = "linear", name: str = "") -> Roles:
-        """For each GEMM, what the roles of its own recipe say."""
+        """The `Roles` value of each GEMM's own recipe."""
 
         def operands(gemm: str) -> Any:
             recipe = getattr(self, gemm)

@@ -13,16 +13,16 @@ from jaxlowprec.arguments import is_one_of, one_of, shown
 from jaxlowprec.ops.sums.kinds import KINDS, SumKind, draws
 
 ROUTERS = r"(?i)(^|[/.])((\w*_)?(moe|experts?|rout\w*)_)?gate($|[/.])"
-"""Of `DEFAULT_EXCLUDE`: the gates of mixtures of experts. A `gate` may be the projection of a gated MLP, too."""
+"""A pattern of `DEFAULT_EXCLUDE`: gates of mixtures of experts. A `gate` may be the projection of a gated MLP, too."""
 HEADS = r"(?i)(^|[/.])((\w+_)?head|(\w+_)?logits?\w*|classifier)($|[/.])"
-"""Of `DEFAULT_EXCLUDE`: the layers that compute logits."""
+"""A pattern of `DEFAULT_EXCLUDE`: the layers that compute logits."""
 
 _GATE = re.compile(r"(?i)(^|[/.])gate$")
 _PERHAPS_A_HEAD = re.compile(r"(?i)(^|[/.])(output|out|fc|decoder|predictions?)$")
 
 
 class Use(enum.Enum):
-    """What a layer is for, as far as it is known beyond its name; the value is what `explain` says."""
+    """The use of a layer, as far as it is known beyond its name; the value is the text of `explain`."""
 
     UNKNOWN = ""
     ROUTER = "a router by its use"
@@ -38,7 +38,7 @@ def use_of(
     vocabulary: int = 0,
     is_normalised: bool | None = None,
 ) -> Use:
-    """What a layer is whose name may be that of a router, or of a head, but need not be.
+    """The use of a layer whose name may be that of a router or of a head, but need not be.
 
     Arguments:
         name: its path in the model.
@@ -140,7 +140,7 @@ def is_chosen(name: str, include: Sequence[str], exclude: Sequence[str], use: Us
 
 @dataclasses.dataclass(frozen=True)
 class Sums:
-    """In how many bits the partial sums of each GEMM travel, where a mesh splits its contraction axis.
+    """The bits in which the partial sums of each GEMM travel, where a mesh splits its contraction axis.
 
     | GEMM | result | its partial sums are added up under |
     |---|---|---|

@@ -86,7 +86,7 @@ class Role:
 
     @functools.cached_property
     def without_rotation(self) -> Role:
-        """The same role without `hadamard`."""
+        """A copy of this role without `hadamard`."""
         return self if self.hadamard is None else dataclasses.replace(self, hadamard=None)
 
 
@@ -336,7 +336,7 @@ class Recipe:
         return self if self.applies_to(name) else None
 
     def within(self, name: str, use: Use = Use.UNKNOWN) -> Recipe | None:
-        """The same of a layer that is known not to be among the ends of its stack, see `ends`, and of its use."""
+        """The recipe of a layer of this name and use that is not among the ends of its stack; see `ends`."""
         return self.at(name)
 
     def ends(self, name: str) -> tuple[int, int] | None:

@@ -28,13 +28,13 @@ def saw(recipe: Recipe, names: Iterable[str]) -> None:
 
 
 def of_scope(recipe: Recipe) -> list[str]:
-    """What the layers that asked for a scope's recipe left unused."""
+    """Complaints about the parts of a scope's recipe that no layer used."""
     names = _seen.get(recipe, set())
     return complaints(recipe, names, names)
 
 
 def complaints(recipe: Recipe, names: Iterable[str], products: Iterable[str]) -> list[str]:
-    """What a recipe did not reach.
+    """Complaints about a recipe that reached no layer, or some of whose patterns match none.
 
     Arguments:
         names: of every layer that there is.
@@ -60,7 +60,7 @@ def complaints(recipe: Recipe, names: Iterable[str], products: Iterable[str]) ->
 
 
 def of_roles(roles: Roles, backward_override: BackwardOverride) -> list[str]:
-    """That a recipe quantises some of a layer's tensors and no GEMM reads them, if it is so."""
+    """A complaint if a recipe quantises some of a layer's tensors and no GEMM reads them; else none."""
     quantized = [tensor for tensor in ("input", "weight", "gradient") if roles.forms(tensor) != (None, None)]
     if not quantized or any(isinstance(roles.operands(gemm, backward_override), tuple) for gemm in GEMMS):
         return []
@@ -70,8 +70,8 @@ def of_roles(roles: Roles, backward_override: BackwardOverride) -> list[str]:
     ]
 
 
-class Reached(NamedTuple):
-    """What a conversion reached of a model.
+class ConversionReach(NamedTuple):
+    """The layers and matrices of a model, by whether a conversion reached them.
 
     Attributes:
         names: of all layers that it could have converted.
@@ -88,8 +88,8 @@ class Reached(NamedTuple):
     tables: Collection[str] = ()
 
 
-def of_conversion(recipe: Recipe | None, reached: Reached, nothing: str) -> list[str]:
-    """What a conversion did not reach; the last line counts matrices and names the largest that are left.
+def of_conversion(recipe: Recipe | None, reached: ConversionReach, nothing: str) -> list[str]:
+    """Complaints about layers that a conversion left; the last line counts matrices and names the largest of these.
 
     Arguments:
         recipe: None if layers follow that of their context.

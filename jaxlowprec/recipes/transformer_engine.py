@@ -242,7 +242,7 @@ class Float8BlockScaling(Recipe):
         return getattr(self, f"fp8_quant_{role}") or QParams(power_2_scale=not self.use_f32_scales)
 
     def roles(self, module_type: str = "linear", name: str = "") -> Roles:
-        """The same roles for all layers."""
+        """The roles of every layer: they do not depend on its kind or name."""
         forward, gradient = _elements(self.fp8_format)
 
         def role(role: str, element: Float8, dim: int) -> Role:
@@ -292,7 +292,7 @@ class Float8CurrentScaling(Recipe):
         check_field(self, "use_power_2_scales", (True, False))
 
     def roles(self, module_type: str = "linear", name: str = "") -> Roles:
-        """The same roles for all layers."""
+        """The roles of every layer: they do not depend on its kind or name."""
         forward, gradient = _elements(self.fp8_format)
 
         def role(given: QParams | None, element: Float8) -> Role:
@@ -363,7 +363,7 @@ class DelayedScaling(Recipe):
                 raise ValueError(f"DelayedScaling: {field}={shown(value)}; needs an int from {least} to {most}")
 
     def roles(self, module_type: str = "linear", name: str = "") -> Roles:
-        """The same roles for all layers."""
+        """The roles of every layer: they do not depend on its kind or name."""
         forward, gradient = _elements(self.fp8_format)
         return Roles(Role(Float8Tensor(forward)), Role(Float8Tensor(forward)), Role(Float8Tensor(gradient)))
 

@@ -23,7 +23,7 @@ _POSITIVE = tuple(
     for part in range(PER_DECADE if exponent < DECADES[-1] else 1)
 )
 EDGES = (*(-edge for edge in reversed(_POSITIVE)), *_POSITIVE)
-"""Where bins of log-ratios meet: -10 to -1e-6 and 1e-6 to 10, four to a decade."""
+"""The edges of bins of log-ratios: -10 to -1e-6 and 1e-6 to 10, four to a decade."""
 BINS = len(EDGES) + 1
 PROBABILITIES = 10
 """The number of bins of the engine's probability, of equal width."""
@@ -32,7 +32,7 @@ PROBABILITIES = 10
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Mismatch:
-    """What `mismatch` found: sums over tokens. A pytree; `a + b` is that of both batches.
+    """The result of `mismatch`: sums over tokens. A pytree; `a + b` is the mismatch of both batches.
 
     The log-ratio of a token is the trainer's log-probability minus the engine's. Properties are means, Python floats;
     they are NaN without a token, and infinite where a sum overflowed. `summary()` has them all.
@@ -64,7 +64,7 @@ class Mismatch:
     threshold: float = dataclasses.field(metadata={"static": True})
 
     def __add__(self, other: Mismatch) -> Mismatch:
-        """That of both. Raises ValueError if their thresholds differ."""
+        """The mismatch of both batches. Raises ValueError if their thresholds differ."""
         if not isinstance(other, Mismatch):
             return NotImplemented
         if self.threshold != other.threshold:
@@ -76,7 +76,7 @@ class Mismatch:
         return Mismatch(**added, threshold=self.threshold)
 
     def over(self, axis_name: Any) -> Mismatch:
-        """That of all devices along a mesh axis, or several; within `jax.shard_map`."""
+        """The mismatch of all devices along a mesh axis, or several; within `jax.shard_map`."""
         found = {}
         for name in _ARRAYS:
             value = getattr(self, name)
@@ -93,13 +93,13 @@ class Mismatch:
         return Mismatch(**found, threshold=self.threshold)
 
     def on_host(self) -> Mismatch:
-        """The same in NumPy's int64 and float64, to add up a long run without rounding or overflow."""
+        """A copy in NumPy's int64 and float64, to add up a long run without rounding or overflow."""
         arrays = {name: np.asarray(getattr(self, name)) for name in _ARRAYS}
         wide: Any = {name: a.astype(np.int64 if a.dtype.kind == "i" else np.float64) for name, a in arrays.items()}
         return Mismatch(**wide, threshold=self.threshold)
 
     def to_json(self) -> dict[str, Any]:
-        """What JSON can hold: `summary()`, the sums, and the counts that are not 0; for `from_json`."""
+        """A dict for JSON and `from_json`: `summary()`, the sums, and the counts that are not 0."""
         values = {name: np.asarray(getattr(self, name)) for name in _ARRAYS}
         counts = values.pop("counts").ravel()
         places = {str(place): int(counts[place]) for place in np.flatnonzero(counts)}
@@ -108,7 +108,7 @@ class Mismatch:
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> Mismatch:
-        """What `to_json` wrote, on the host.
+        """The mismatch that `to_json` wrote, on the host.
 
         Raises:
             ValueError: the content is something else.

@@ -1,4 +1,4 @@
-"""What quantisation does to tensors while a model trains: measured, recorded and shown."""
+"""Telemetry: the effect of quantisation on tensors while a model trains, measured, recorded and shown."""
 
 from jaxlowprec.telemetry.findings import Finding, Limits, findings
 from jaxlowprec.telemetry.measures import Statistics, statistics

@@ -1,4 +1,4 @@
-"""What quantisation did to a tensor, as one vector, from the counts and sums of `ops.statistics`.
+"""The statistics of a quantised tensor as one vector, from the counts and sums of `ops.statistics`.
 
 All numbers are those of a whole array where it is split over devices: JAX sees to that on a mesh, and within
 `jax.shard_map` sums are taken over the given axes.
@@ -28,7 +28,7 @@ from jaxlowprec.wiring.sharding_rule import replicated
 OUTLIER = 6.0  # root mean squares
 
 
-class Over(NamedTuple):
+class Reductions(NamedTuple):
     """Reductions over all matrices of a tensor, and over its shards.
 
     Attributes:
@@ -59,7 +59,7 @@ class Over(NamedTuple):
 
 
 class Source(NamedTuple):
-    """What is known of an array before it was quantised; all its quantised forms share it.
+    """Statistics of an array before it is quantised; all its quantised forms share them.
 
     Attributes:
         amax, rms: see `Statistics`.
@@ -74,13 +74,13 @@ class Source(NamedTuple):
 
 
 def source(x: jax.Array, axes: tuple[Hashable, ...] = (), sizes: jax.Array | None = None) -> Source:
-    """What is known of an array without its quantised forms.
+    """The statistics of an array that do not depend on its quantised forms.
 
     Arguments:
         axes: those of `jax.shard_map` that split it.
         sizes: of the groups of its rows [T, C]; rows in none do not count.
     """
-    over, x = Over(axes), jnp.atleast_2d(x)
+    over, x = Reductions(axes), jnp.atleast_2d(x)
     rows = None if sizes is None else Groups.of(sizes, x.shape[0]).ends[-1]
     if rows is not None:
         x = jnp.where(jnp.arange(x.shape[0])[:, None] < rows, x, 0)
@@ -108,7 +108,7 @@ def measured(
         tensors: arrays and what they were quantised to.
         axes: the axes of `jax.shard_map` that split them.
     """
-    over = Over(axes)
+    over = Reductions(axes)
     largest, sums = [], []
     for before, (x, q) in zip(sources, tensors, strict=True):
         padding = None
@@ -137,7 +137,7 @@ def _sums(x: jax.Array, q: QuantizedArray, unit: jax.Array) -> jax.Array:
 
 
 def _sums_of_int4(x: jax.Array, q: QuantizedArray, unit: jax.Array) -> jax.Array:
-    """The same by the reference: codes have zero points."""
+    """The sums of an INT4 array by the reference, because its codes have zero points."""
     if q.axis == -2:
         x, q = jnp.swapaxes(x, -1, -2), q.mT
     limits = [dataclasses.replace(q, data=jnp.full_like(q.data, byte)) for byte in (0xFF, 0x00)]
@@ -146,7 +146,7 @@ def _sums_of_int4(x: jax.Array, q: QuantizedArray, unit: jax.Array) -> jax.Array
     return reference.sums_of_rows(x, unit, values, bins, q.scale, q.format)
 
 
-def _channels(beyond: jax.Array, outliers: jax.Array, over: Over) -> jax.Array:
+def _channels(beyond: jax.Array, outliers: jax.Array, over: Reductions) -> jax.Array:
     """The channels with the most outliers, and their shares."""
     if over.axes:  # which channels the other shards hold is not known here
         return jnp.concatenate([jnp.full(CHANNELS, -1.0), jnp.zeros(CHANNELS)])

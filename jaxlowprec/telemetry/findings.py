@@ -1,4 +1,4 @@
-"""What is wrong with a run, in words: statistics beyond a limit, and what to do about them."""
+"""Findings in words: statistics of a run that are beyond a limit, and what to do about them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Checks = Mapping[str, tuple[Callable[[Statistics, "Limits", np.ndarray], np.ndar
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """From where on a statistic is a finding. The defaults leave a healthy run in 4 bits without one.
+    """The limits from which on a statistic is a finding. The defaults leave a healthy run in 4 bits without one.
 
     Attributes:
         underflow: most of the elements that may become zero. Of a normal distribution a tenth does in 4 bits, and of
@@ -86,7 +86,7 @@ class Finding:
 
 
 def findings(run: Run, limits: Limits | None = None) -> list[Finding]:
-    """What is beyond its limit in the latest record of a run, the worst first."""
+    """The statistics beyond their limits in the latest record of a run, the worst first."""
     limits = Limits() if limits is None else limits
     if not run.records:
         return []
@@ -108,7 +108,7 @@ def _of_scalars(run: Run) -> Iterator[Finding]:
 
 
 def _beyond(run: Run, names: Names, seen: list[Statistics], checks: Checks, limits: Limits) -> Iterator[Finding]:
-    """What is beyond its limit, of tensors or of GEMMs' results. `seen`: their numbers in each record."""
+    """The findings about tensors or GEMMs' results. `seen`: their statistics in each record."""
     usual = _usual(np.array([statistics.sqnr for statistics in seen]))
     gemms = names[0][1] in _OPERANDS
     expected = [_expected(record, names) if gemms else math.inf for record in run.records]
@@ -152,7 +152,7 @@ def _jumps(steps: list[int], names: Names, seen: list[Statistics], limits: Limit
 
 
 def _jump(name: tuple[str, str], seen: list[tuple[int, float]], limits: Limits) -> Iterator[Finding]:
-    """The same of one tensor, from its steps and root mean squares."""
+    """The latest lasting change of one tensor's magnitude, from its steps and root mean squares."""
 
     def beyond(after: float, before: float) -> bool:
         falls = name[1].startswith("gradient") and after < before
@@ -211,7 +211,7 @@ _REMEDIES = {
 
 
 def _remedy(statistic: str, tensor: str, tensors: dict[str, Statistics]) -> str:
-    """What to do; what `what_if=` measured says so first."""
+    """The advice on a finding; a recipe of `what_if=` that measures better comes first."""
     better = {
         name.removeprefix(f"{tensor}, "): float(getattr(found, statistic))
         for name, found in tensors.items()

@@ -1,4 +1,4 @@
-"""What quantisation did to a tensor: one vector of numbers, and their names."""
+"""The statistics of a quantised tensor: one vector of numbers, and their names."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _PARTS = {"codes": CODES, "scales": OCTAVES, "outlier_channels": CHANNELS, "chan
 _FIRST = dict(zip(_PARTS, np.cumsum([len(SCALARS), *_PARTS.values()]).tolist(), strict=False))
 
 NUMBERS = (*(name for name in SCALARS if name not in ("uses", "square_error")), "relative_error", "sqnr")
-"""What `Statistics.scalars` names."""
+"""The names in `Statistics.scalars`."""
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Statistics:
-    """What quantising a tensor did to it.
+    """The error that quantising makes in a tensor, as statistics.
 
     Elements are those that were rounded: after the rotation, if there was one, with its padding to whole transforms.
     Fractions are of all elements unless they say otherwise. Errors, and so the SQNR and the bias, leave out elements
@@ -91,7 +91,7 @@ class Statistics:
 
     @property
     def sqnr(self) -> Any:
-        """In decibels."""
+        """The signal-to-noise ratio of quantisation, in decibels."""
         error, where = self.square_error, self._numpy.where
         return where(error == 0, jnp.inf, -10 * self._numpy.log10(where(error == 0, 1, error)))
 
@@ -113,7 +113,7 @@ class Statistics:
 
 
 ERROR = ("uses", "square_error")
-"""What is known of a GEMM."""
+"""The statistics of a GEMM's result."""
 
 
 def of_gemm(values: Any) -> Statistics:
@@ -125,7 +125,7 @@ def of_gemm(values: Any) -> Statistics:
 
 @jax.jit
 def statistics(x: Float[Array, "..."], q: QuantizedArray) -> Statistics:
-    """What quantising x to q did to x.
+    """Measures the error of q, the quantised form of x.
 
     Arguments:
         x: the array, bfloat16, float16 or float32.

@@ -1,4 +1,4 @@
-"""What a layer's product measures of itself on the steps that are recorded."""
+"""Measurements of a layer's product, on the steps that are recorded."""
 
 from __future__ import annotations
 
@@ -18,36 +18,36 @@ from jaxlowprec.telemetry.probes import AS_TRAINED, GEMM_ERRORS, TENSORS, WEIGHT
 from jaxlowprec.telemetry.sampling import Gemm, RowsByWeights, WithinGroups, codes, lines
 
 
-class Kept(NamedTuple):
-    """What the GEMMs of the backward pass need of the forward pass: columns of x and rows of w, as lines, or None."""
+class SampledLines(NamedTuple):
+    """Lines of the forward pass that the GEMMs of the backward pass measure: columns of x and rows of w, or None."""
 
     x: jax.Array | None
     w: jax.Array | None
 
 
-class Seen(NamedTuple):
-    """What a layer's forward pass, or its backward pass, has to be measured.
+class PassTensors(NamedTuple):
+    """Tensors and GEMMs of one pass that telemetry measures.
 
     Attributes:
         tensors: by name (see `TENSORS`), an array and what it was quantised to, or None.
         gemms: the operands of GEMMs, by name.
         weight: quantised, of which codes are taken.
-        kept: arrays whose lines the backward pass needs.
+        lines: arrays whose lines the backward pass needs.
     """
 
     tensors: dict[str, tuple[jax.Array, Quantized | None]]
     gemms: dict[str, Gemm | RowsByWeights | WithinGroups]
     weight: QuantizedArray | None = None
-    kept: Kept = Kept(None, None)
+    lines: SampledLines = SampledLines(None, None)
 
 
 def measure(
     probe: Probe,
-    given: Seen,
+    given: PassTensors,
     requantize: Callable[[Roles, str, jax.Array], Quantized | None],
     sizes: jax.Array | None = None,
-) -> tuple[dict[str, jax.Array], Kept]:
-    """What quantisation did to a layer, by label, and the lines that are kept; zeros on steps that are not measured.
+) -> tuple[dict[str, jax.Array], SampledLines]:
+    """The statistics of a layer, by label, and the lines for the backward pass; zeros on steps that are not measured.
 
     All of it is in one conditional: between measured steps it costs what that costs.
 
@@ -56,20 +56,20 @@ def measure(
         sizes: of the groups of rows of inputs and gradients; None: they are not in groups.
     """
 
-    def taken(given: Seen) -> tuple[dict[str, jax.Array], Kept]:
+    def taken(given: PassTensors) -> tuple[dict[str, jax.Array], SampledLines]:
         given = jax.lax.optimization_barrier(given)  # without it XLA computes both branches on a GPU
         found = _counted(probe, given.tensors, requantize, sizes) | _sampled(probe, given.gemms, given.weight)
-        return found, _lines(given.kept)
+        return found, _lines(given.lines)
 
-    def nothing(given: Seen) -> tuple[dict[str, jax.Array], Kept]:
-        made = jax.tree.map(lambda line: jnp.zeros(line.shape, line.dtype), jax.eval_shape(_lines, given.kept))
-        return jax.tree.map(jnp.zeros_like, probe.state), wiring.align_varying(given.kept, made)[1]
+    def nothing(given: PassTensors) -> tuple[dict[str, jax.Array], SampledLines]:
+        made = jax.tree.map(lambda line: jnp.zeros(line.shape, line.dtype), jax.eval_shape(_lines, given.lines))
+        return jax.tree.map(jnp.zeros_like, probe.state), wiring.align_varying(given.lines, made)[1]
 
     return jax.lax.cond(probe.on, taken, nothing, given)
 
 
 def _counted(probe: Probe, tensors: Any, requantize: Callable[..., Any], sizes: Any) -> dict[str, jax.Array]:
-    """What quantisation did to tensors: by label, float32 [len(TENSORS), LENGTH], zeros for the others."""
+    """The statistics of tensors: by label, float32 [len(TENSORS), LENGTH], zeros for the others."""
     forms = {AS_TRAINED: {name: q for name, (_, q) in tensors.items()}}
     for label, roles in probe.what_if:
         forms[label] = {name: requantize(roles, name, x) for name, (x, _) in tensors.items()}
@@ -90,7 +90,7 @@ def _counted(probe: Probe, tensors: Any, requantize: Callable[..., Any], sizes: 
 
 
 def _sampled(probe: Probe, gemms: Any, weight: QuantizedArray | None) -> dict[str, jax.Array]:
-    """What samples of a layer's GEMMs and of its quantised weight show, by label; zeros for the other GEMMs."""
+    """Samples of a layer's GEMMs (their errors) and of its quantised weight (its codes), by label; zeros for others."""
     errors, sampled = (jnp.zeros_like(probe.state[label]) for label in (GEMM_ERRORS, WEIGHT_CODES))
     for name, gemm in gemms.items():
         found = jnp.stack([jnp.float32(1), gemm.error(wiring.further_axes(gemm.a.x, errors))])
@@ -101,6 +101,6 @@ def _sampled(probe: Probe, gemms: Any, weight: QuantizedArray | None) -> dict[st
     return {GEMM_ERRORS: errors, WEIGHT_CODES: sampled}
 
 
-def _lines(kept: Kept) -> Kept:
-    x, w = kept
-    return Kept(None if x is None else lines(x, -2), None if w is None else lines(w, -1))
+def _lines(arrays: SampledLines) -> SampledLines:
+    x, w = arrays
+    return SampledLines(None if x is None else lines(x, -2), None if w is None else lines(w, -1))

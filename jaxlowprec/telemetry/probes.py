@@ -49,7 +49,7 @@ State = dict[str, dict[str, jax.Array]]
 @functools.partial(jax.tree_util.register_dataclass, data_fields=("on", "state"), meta_fields=("what_if",))
 @dataclasses.dataclass(frozen=True)
 class Probe:
-    """What a layer's product needs to be measured.
+    """The arguments by which a layer's product is measured.
 
     Attributes:
         on: bool: whether this step is measured.
@@ -73,22 +73,22 @@ class _Collector(Scope):
         state: what was given; None while names are looked for.
         on: whether this step is measured.
         what_if: recipes by label.
-        found: the states' shapes by label, of the layers that were called.
+        shapes: the states' shapes by label, of the layers that were called.
     """
 
     def __init__(self, state: Mapping[str, Any] | None, on: Any = True, what_if: Mapping[str, Recipe] | None = None):
         self.state, self.on, self.what_if = state, on, what_if or {}
-        self.found: dict[str, dict[str, tuple[int, ...]]] = {}
+        self.shapes: dict[str, dict[str, tuple[int, ...]]] = {}
 
     def probe(self, who: str, name: str, module_type: str) -> Probe | None:
-        """What the layer of that name needs to be measured; None while names are looked for."""
+        """The probe of the layer of that name; None while names are looked for."""
         recipes = {label: recipe.at(name) for label, recipe in self.what_if.items()}
         what_if = tuple((label, r.roles(module_type, name)) for label, r in recipes.items() if r is not None)
         sizes: dict[str, tuple[int, ...]] = {GEMM_ERRORS: (len(GEMMS), 2), WEIGHT_CODES: (1 + CODES,)}
         sizes = {label: (len(TENSORS), LENGTH) for label in (AS_TRAINED, *(label for label, _ in what_if))} | sizes
         shapes = {label: (*self.stack, *size) for label, size in sizes.items()}
         if self.state is None:
-            if self.found.setdefault(name, shapes) != shapes:
+            if self.shapes.setdefault(name, shapes) != shapes:
                 raise ValueError(
                     f"{who}: layers named {name!r} are called within stacks of different sizes, or within one and "
                     "without; give them different names"
@@ -177,7 +177,7 @@ def init(function: Callable[..., Any], *args: Any, what_if: Mapping[str, Recipe]
     with entered(search):
         jax.eval_shape(lambda *args, **kwargs: (function(*args, **kwargs), None)[1], *args, **kwargs)
     return jax.tree.map(
-        lambda shape: jnp.zeros(shape, jnp.float32), search.found, is_leaf=lambda found: isinstance(found, tuple)
+        lambda shape: jnp.zeros(shape, jnp.float32), search.shapes, is_leaf=lambda found: isinstance(found, tuple)
     )
 
 
@@ -229,7 +229,7 @@ def value_and_grad(
 
 
 def read(found: Mapping[str, Any]) -> dict[str, dict[str, Statistics]]:
-    """What was measured, on the host, by layer and tensor (see `TENSORS`); without what no layer has used.
+    """The measurements on the host, by layer and tensor (see `TENSORS`), without those that no layer made.
 
     Beside its tensors a layer has its GEMMs, `fprop`, `dgrad` and `wgrad`: of their `Statistics` only `square_error`,
     `relative_error` and `sqnr` are known, and the others are NaN. They compare a sample of the result, the product of
@@ -269,7 +269,7 @@ def weight_codes(found: Mapping[str, Any]) -> dict[str, np.ndarray]:
 
 
 def _layers(name: str, values: np.ndarray, ndim: int) -> Iterator[tuple[str, np.ndarray]]:
-    """What a layer has, or each one of a stack."""
+    """The name and values of a layer, or of each layer of a stack."""
     if values.ndim == ndim:
         yield name, values
     else:
@@ -280,6 +280,6 @@ def _layers(name: str, values: np.ndarray, ndim: int) -> Iterator[tuple[str, np.
 
 
 def probe(who: str, name: str, module_type: str = "linear") -> Probe | None:
-    """What the layer of that name needs to be measured; None if it is not. `module_type`: see `Recipe.roles`."""
+    """The probe of the layer of that name; None if it is not measured. `module_type`: see `Recipe.roles`."""
     here = current()
     return here.probe(who, name, module_type) if isinstance(here, _Collector) else None

@@ -155,7 +155,7 @@ class Record:
         return np.stack(rows) if rows else np.zeros((0, LENGTH))
 
     def of(self, names: list[tuple[str, str]]) -> Statistics:
-        """Those of many tensors at once, float64 [len(names), LENGTH]; NaN of those that were not measured."""
+        """Statistics of many tensors at once, float64 [len(names), LENGTH]; NaN of those that were not measured."""
         if names == self.names:
             return Statistics(self._table)
         place = {name: i for i, name in enumerate(self.names)}
@@ -236,10 +236,10 @@ def load(path: str | os.PathLike[str]) -> Run:
         FileNotFoundError: there is none.
         ValueError: it is no run's record, or one of a later version.
     """
-    return Following(path).run()
+    return RecordFollower(path).run()
 
 
-class Following:
+class RecordFollower:
     """Reads a run's record again and again while it is written: each time what is new in it.
 
     Arguments:
@@ -304,7 +304,7 @@ def _whole_lines(content: bytes) -> Iterator[bytes]:
 
 
 def _about(line: bytes, path: pathlib.Path) -> dict[str, Any]:
-    """What the first line says of the run."""
+    """The description of the run in the file's first line."""
     try:
         header = json.loads(line)
     except (ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""What telemetry takes samples of: results of GEMMs, for their error, and codes of weights, for whether they change.
+"""Samples for telemetry: results of GEMMs, for their error, and codes of weights, for whether they change.
 
 A GEMM's operands are matrices whose lines its sum runs along, [..., lines, k]. Lines of all parts are taken, and their
 products, by the decoded operands and in high precision, are compared.
@@ -165,7 +165,7 @@ def places(size: int, count: int) -> np.ndarray:
 
 
 def fractions(count: int) -> np.ndarray:
-    """Where `places` lie, in units of a part."""
+    """The position of `places`, in units of a part."""
     parts = np.arange(count)
     return parts + parts * 0.6180339887498949 % 1
 

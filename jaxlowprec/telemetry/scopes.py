@@ -20,7 +20,7 @@ from jaxlowprec.recipes.roles import Recipe
 
 
 class Scope:
-    """What such a block hands to its layers.
+    """The settings that a `with` block hands to its layers.
 
     Attributes:
         place: within `stacked`, the index and the size; otherwise None.
@@ -29,7 +29,7 @@ class Scope:
     place: tuple[Any, int] | None = None
 
     def at(self, index: Any, of: int) -> Self:
-        """The same with a place in a stack."""
+        """A copy with a place in a stack."""
         other = copy.copy(self)
         other.place = index, of
         return other
@@ -94,7 +94,7 @@ class Choices(Scope):
         recipes: what they may follow; None is high precision.
         chosen: by name an index into these, traced or not; None while layers are looked for.
         key: of stochastic rounding, for layers that have none.
-        found: by name, multiply-adds of fprop and elements of the weight, of the layers that were called.
+        sizes: by name, multiply-adds of fprop and elements of the weight, of the layers that were called.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class Choices(Scope):
         key: jax.Array | None = None,
     ):
         self.first, self.recipes, self.chosen, self.key = first, recipes, chosen, key
-        self.found: dict[str, tuple[int, int]] = {}
+        self.sizes: dict[str, tuple[int, int]] = {}
 
     def concerns(self, recipe: Recipe | None, name: str) -> bool:
         """Whether a layer with this recipe is one of those in question."""
@@ -114,15 +114,15 @@ class Choices(Scope):
     def note(self, name: str, macs: int, elements: int) -> None:
         """A layer was called."""
         layers = self.place[1] if self.place else 1
-        before = self.found.get(name, (0, 0))
-        self.found[name] = before[0] + layers * macs, max(before[1], layers * elements)
+        before = self.sizes.get(name, (0, 0))
+        self.sizes[name] = before[0] + layers * macs, max(before[1], layers * elements)
 
     def key_of(self, name: str) -> jax.Array | None:
         """A layer's own key."""
         return None if self.key is None else jax.random.fold_in(self.key, zlib.crc32(name.encode()))
 
     def compute(self, name: str, with_recipe: Callable[[Recipe | None], Callable[..., Any]], *operands: Any) -> Any:
-        """What the layer computes under the recipe that is chosen for it."""
+        """Computes the layer under the recipe that is chosen for it."""
         chosen = self.chosen[name] if self.chosen is not None else 0
         if isinstance(chosen, int):
             return with_recipe(self.recipes[chosen])(*operands)
@@ -130,7 +130,7 @@ class Choices(Scope):
 
 
 class Inputs(NamedTuple):
-    """What a layer read.
+    """Second moments of a layer's inputs.
 
     Attributes:
         squares: the sum of x^T x, float32 [K, K]; of rows in groups [E, K, K].
@@ -147,11 +147,11 @@ class SecondMoments(Scope):
     """Adds up x^T x of each layer's inputs. The function that is called must return what was found, if it is jitted.
 
     Attributes:
-        found: by the layer's name.
+        inputs: by the layer's name.
     """
 
     def __init__(self) -> None:
-        self.found: dict[str, Inputs] = {}
+        self.inputs: dict[str, Inputs] = {}
 
     def see(self, name: str, x: jax.Array, sizes: jax.Array | None) -> None:
         """The inputs [..., K] of a layer, or rows [T, K] in groups of these sizes [E]."""
@@ -169,12 +169,12 @@ class SecondMoments(Scope):
 
             squares = jax.lax.map(of_group, (ends - sizes, ends))
             new = Inputs(squares, sizes.astype(jnp.float32), jnp.abs(rows).max())
-        before = self.found.get(name)
-        self.found[name] = new if before is None else added(before, new)
+        before = self.inputs.get(name)
+        self.inputs[name] = new if before is None else added(before, new)
 
 
 def added(a: Inputs, b: Inputs) -> Inputs:
-    """What a layer read in two calls; arrays of JAX or numpy."""
+    """The sum of a layer's inputs of two calls; arrays of JAX or numpy."""
     largest = jnp.maximum(a.amax, b.amax)
     return Inputs(a.squares + b.squares, a.rows + b.rows, largest)
 

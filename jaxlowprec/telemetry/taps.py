@@ -1,4 +1,4 @@
-"""What each layer computed, small enough to keep and to compare: sketches of its tensors and of their gradients.
+"""Sketches of each layer's tensors and of their gradients, small enough to keep and to compare.
 
 A sketch of x is a product of x by a fixed matrix of random signs, so that norm(sketch(x) - sketch(y)) is near
 norm(x - y). It leaves a step as telemetry's statistics do: as the gradient of a state.
@@ -22,7 +22,7 @@ SKETCH = 1024
 """Numbers in a sketch: relative errors come out within some 4 % of themselves."""
 
 COUNTS = 3
-"""What comes before it: how many elements are infinite or NaN, in how many calls, of how many."""
+"""The numbers before a sketch: elements that are infinite or NaN, the calls that have some, and all calls."""
 
 LENGTH = COUNTS + SKETCH
 
@@ -34,19 +34,19 @@ class Taps(Scope):
         state: by name, float32 [*stack, len(TENSORS), 2, LENGTH]: of each tensor and of its gradient. None while the
             layers are looked for.
         high_precision: whether layers compute without their recipes.
-        found: the shapes of the states of the layers that were called.
+        shapes: those of the states of the layers that were called.
         called: the layers, in the order of their calls, each with its place in a stack.
     """
 
     def __init__(self, state: Mapping[str, Any] | None, high_precision: bool = False):
         self.state, self.high_precision = state, high_precision
-        self.found: dict[str, tuple[int, ...]] = {}
+        self.shapes: dict[str, tuple[int, ...]] = {}
         self.called: list[tuple[str, tuple[Any, int] | None]] = []
 
     def layer(self, name: str) -> jax.Array | None:
         """The state of the layer of that name; None while layers are looked for."""
         if self.state is None:
-            self.found.setdefault(name, (*self.stack, len(TENSORS), 2, LENGTH))
+            self.shapes.setdefault(name, (*self.stack, len(TENSORS), 2, LENGTH))
             self.called.append((name, self.place))
             return None
         return self.placed(self.state[name])

@@ -31,10 +31,10 @@ _FIELDS = {"version", "index", "last", "entries", "nbytes", "checksum"}
 
 
 @dataclasses.dataclass(frozen=True)
-class Placed:
+class BucketEntry:
     """A tensor, and the offset of its first byte in the payload.
 
-    >>> Placed(Entry("a", "F32", (2,)), 16).end
+    >>> BucketEntry(Entry("a", "F32", (2,)), 16).end
     24
     """
 
@@ -73,7 +73,7 @@ class BucketHeader:
     version: int
     index: int
     last: bool
-    entries: tuple[Placed, ...]
+    entries: tuple[BucketEntry, ...]
     nbytes: int
     checksum: str = ""
 
@@ -127,7 +127,7 @@ class BucketHeader:
         if not content["checksum"]:
             raise ValueError("BucketHeader.from_json: no checksum")
         one_by_one = checked(entries, check)
-        placed = (Placed(Entry(n, d, tuple(s) if isinstance(s, list) else s), at) for n, d, s, at in one_by_one)
+        placed = (BucketEntry(Entry(n, d, tuple(s) if isinstance(s, list) else s), at) for n, d, s, at in one_by_one)
         return cls(entries=tuple(placed), **content)
 
 
@@ -165,7 +165,7 @@ class Bucket:
         return self.header.last
 
     @property
-    def entries(self) -> tuple[Placed, ...]:
+    def entries(self) -> tuple[BucketEntry, ...]:
         """The bucket's tensors and their offsets."""
         return self.header.entries
 
@@ -180,7 +180,7 @@ class Bucket:
         return isinstance(self.payload, tuple)
 
 
-def place(entries: Sequence[Entry]) -> tuple[Placed, ...]:
+def place(entries: Sequence[Entry]) -> tuple[BucketEntry, ...]:
     """Places tensors one after the other, each aligned.
 
     >>> place([Entry("a", "U8", (17,)), Entry("b", "U8", (1,))])[1].offset
@@ -188,7 +188,7 @@ def place(entries: Sequence[Entry]) -> tuple[Placed, ...]:
     """
     placed, end = [], 0
     for entry in entries:
-        placed.append(Placed(entry, end + -end % ALIGNMENT))
+        placed.append(BucketEntry(entry, end + -end % ALIGNMENT))
         end = placed[-1].end
     return tuple(placed)
 
@@ -211,7 +211,7 @@ def entry_of(name: str, array: Any) -> Entry:
     return Entry(name, file_dtype(array.dtype), tuple(int(size) for size in array.shape))
 
 
-def fill(placed: Sequence[Placed], arrays: Iterable[tuple[str, Any]], payload: np.ndarray) -> None:
+def fill(placed: Sequence[BucketEntry], arrays: Iterable[tuple[str, Any]], payload: np.ndarray) -> None:
     """Writes arrays to their places in a payload, with zeros between them.
 
     Arguments:
@@ -270,7 +270,7 @@ def views(header: BucketHeader, payload: np.ndarray) -> dict[str, np.ndarray]:
     return {placed.entry.name: _view(placed, payload) for placed in header.entries}
 
 
-def _view(placed: Placed, payload: np.ndarray) -> np.ndarray:
+def _view(placed: BucketEntry, payload: np.ndarray) -> np.ndarray:
     dtype = numpy_dtype(placed.entry.dtype)
     assert dtype is not None  # Entry refuses dtypes without one
     return payload[placed.offset : placed.end].view(dtype).reshape(placed.entry.shape)

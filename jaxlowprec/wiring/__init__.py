@@ -2,8 +2,8 @@
 
 from jaxlowprec.wiring.defining import (
     IN_THEIR_DTYPE,
+    Adder,
     Partials,
-    Sums,
     align_varying,
     as_bytes,
     define,
@@ -15,9 +15,9 @@ from jaxlowprec.wiring.sharding_rule import ShardingRule
 
 __all__ = [
     "IN_THEIR_DTYPE",
+    "Adder",
     "Partials",
     "ShardingRule",
-    "Sums",
     "align_varying",
     "as_bytes",
     "define",

@@ -19,7 +19,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import mlir
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, use_abstract_mesh
 
-from jaxlowprec.wiring.sharding_rule import Placed, ShardingRule, Split
+from jaxlowprec.wiring.sharding_rule import MeshArray, ShardingRule, Split
 
 __all__ = ["ShardingRule", "align_varying", "as_bytes", "define", "from_bytes", "further_axes", "varying_axes"]
 
@@ -28,7 +28,7 @@ _TILED = re.compile(r"{devices=\[([\d,]+)\](?:([\d,]+)|<=\[([\d,]+)\](?:T\(([\d,
 
 
 class Partials(NamedTuple):
-    """Where the partial results lie that are added up.
+    """The mesh axes over which partial results are added up.
 
     Attributes:
         scattered: for each dimension of which a device keeps its part of the sum, the mesh axes of the parts.
@@ -41,8 +41,8 @@ class Partials(NamedTuple):
     elsewhere: tuple[str, ...]
 
 
-class Sums(Protocol):
-    """How partial results are added up."""
+class Adder(Protocol):
+    """Adds up the partial results of devices."""
 
     @property
     def drawn(self) -> bool:
@@ -52,7 +52,7 @@ class Sums(Protocol):
         """The sum of the devices' partial results, or of the own part of it; within the devices' own program."""
 
 
-class _SumsInTheirDtype:
+class _AdderInTheirDtype:
     drawn = False
 
     def add_up(self, partial: jax.Array, where: Partials, words: jax.Array | None = None) -> jax.Array:
@@ -62,8 +62,8 @@ class _SumsInTheirDtype:
         return jax.lax.psum(partial, where.reduced) if where.reduced else partial
 
 
-IN_THEIR_DTYPE: Sums = _SumsInTheirDtype()
-"""By XLA's reduce-scatter and all-reduce, in the dtype of the partial results."""
+IN_THEIR_DTYPE: Adder = _AdderInTheirDtype()
+"""Adds up by XLA's reduce-scatter and all-reduce, in the dtype of the partial results."""
 
 
 def _primes(n: int) -> list[int]:
@@ -153,7 +153,7 @@ def define(
     out_spec: PartitionSpec | None = None,
     only_native: bool = False,
     missing: Mapping[str, str] | None = None,
-    sums: Sums = IN_THEIR_DTYPE,
+    adder: Adder = IN_THEIR_DTYPE,
 ) -> Callable:
     """Makes an op: a function of arrays that returns a tuple of arrays, under every transformation but autodiff.
 
@@ -175,10 +175,10 @@ def define(
         out_spec: in explicit mode, the wanted partition of the first result; followed as far as the rule allows.
         only_native: other platforms raise NotImplementedError instead of running the reference.
         missing: for error messages: why a platform is not among `platforms`.
-        sums: how `add_up` adds up. Where it draws, the op takes one more operand, uint32 [..., 2] with the batch axes,
+        adder: of the partial results. If it draws, the op takes one more operand, uint32 [..., 2] with the batch axes,
             which neither `outputs` nor the bodies see.
     """
-    if sums.drawn:
+    if adder.drawn:
         rule = rule.with_operand("... words", whole=["words"])
         outputs, reference = _without_last(outputs), _without_last(reference)
         if native:
@@ -194,11 +194,11 @@ def define(
         mesh = first.sharding.mesh
         split: Split = {}
         if not mesh.empty:
-            operands = [Placed(a.shape, a.sharding.spec, a.dtype.itemsize) for a in avals]
+            operands = [MeshArray(a.shape, a.sharding.spec, a.dtype.itemsize) for a in avals]
             wanted = None
             if out_spec is not None:
                 (shape, dtype), *_ = shapes
-                wanted = Placed(shape, out_spec, jnp.dtype(dtype).itemsize)
+                wanted = MeshArray(shape, out_spec, jnp.dtype(dtype).itemsize)
             split = rule.split(mesh, operands, [wanted] if wanted else [])
             split = {**split, **rule.landed(mesh, split, wanted)[0]}
         return [
@@ -258,14 +258,14 @@ def define(
             parts = {dim: scattered[factor] for dim, factor in enumerate(factors) if factor in scattered}
             rest = tuple(a for a in reduced if a not in itertools.chain(*parts.values()))
             elsewhere = tuple(a for factor in factors for a in split.get(factor, ()) if a not in reduced)
-            return sums.add_up(partial, Partials(parts, rest, elsewhere), words)
+            return adder.add_up(partial, Partials(parts, rest, elsewhere), words)
 
         def compute(*local_args):
             with _as_by_default():  # the collective's own scalar computation too
                 if reduced and when_split:
                     return tuple(when_split(reduced, *local_args))
                 if reduced and when_reduced:
-                    operands, words = (local_args[:-1], local_args[-1]) if sums.drawn else (local_args, None)
+                    operands, words = (local_args[:-1], local_args[-1]) if adder.drawn else (local_args, None)
                     return tuple(when_reduced(functools.partial(add_up, words=words), *operands))
                 axes = [rule.combined(tokens, split) for tokens in rule.results]
                 found = zip(bind(*local_args), axes, collectives, strict=True)
@@ -324,8 +324,8 @@ def _on_bytes(function: Callable, dtypes: Sequence[Any]) -> Callable:
     return lambda *args: tuple(map(as_bytes, function(*from_bytes(args, dtypes))))
 
 
-def _placed(mesh: Mesh, value: Any) -> Placed:
-    return Placed(tuple(value.shape), _spec_on(mesh, value.sharding, value.shape), value.dtype.itemsize)
+def _placed(mesh: Mesh, value: Any) -> MeshArray:
+    return MeshArray(tuple(value.shape), _spec_on(mesh, value.sharding, value.shape), value.dtype.itemsize)
 
 
 def varying_axes(x: Any) -> frozenset[str]:

@@ -21,7 +21,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 Split = Mapping[str, tuple[str, ...]]  # mesh axes by the factor they split
 
 
-class Placed(NamedTuple):
+class MeshArray(NamedTuple):
     """An array on a mesh.
 
     Attributes:
@@ -84,7 +84,7 @@ class ShardingRule:
         return rule
 
     def dims(self, tokens: list[str], ndim: int) -> list[tuple[str, int]]:
-        """For each dimension, the factor that may be split and the product of the others."""
+        """The factor of each dimension that may be split, and the product of the others."""
         if "..." in tokens:
             at = tokens.index("...")
             batch = [f"batch{i}" for i in range(ndim - len(tokens) + 1)]
@@ -93,7 +93,7 @@ class ShardingRule:
         return [(first, math.prod(self.sizes[f] for f in rest)) for first, *rest in factors]
 
     def split(
-        self, mesh: Any, operands: Sequence[Placed], results: Sequence[Placed] = (), partial: bool = False
+        self, mesh: Any, operands: Sequence[MeshArray], results: Sequence[MeshArray] = (), partial: bool = False
     ) -> Split:
         """The mesh axes that split each factor: where the op is computed.
 
@@ -147,7 +147,7 @@ class ShardingRule:
 
         return sorted(candidates, key=moved)
 
-    def landed(self, mesh: Any, split: Split, wanted: Placed | None) -> tuple[Split, Split]:
+    def landed(self, mesh: Any, split: Split, wanted: MeshArray | None) -> tuple[Split, Split]:
         """How results are split once reductions are done.
 
         The sum over a split reduction is on all devices, or, where the wanted partition of the first result allows it,
@@ -227,7 +227,7 @@ class _Factors:
         sizes: the number of blocks of each factor that may be split.
     """
 
-    def __init__(self, rule: ShardingRule, mesh: Any, tokens: list[str], value: Placed, partial: bool):
+    def __init__(self, rule: ShardingRule, mesh: Any, tokens: list[str], value: MeshArray, partial: bool):
         self.nbytes = value.nbytes
         self.held: dict[str, str] = {}
         self.sizes: dict[str, int] = {}

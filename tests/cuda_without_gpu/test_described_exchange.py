@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 import jaxlowprec as jlp
 from jaxlowprec import traffic
 from jaxlowprec.layers.shared_input import Layer
-from jaxlowprec.moe.deduplicated import Deduplicated
+from jaxlowprec.moe.deduplicated import DeduplicatedAllToAll
 from jaxlowprec.moe.exchange import AllToAll
 from jaxlowprec.moe.router import Routing
 from tests.cuda_without_gpu.described_gpu import compiled, described
@@ -74,7 +74,7 @@ def test_codes_travel(wire, exchange):
             if exchange == "deduplicated":
                 sizes = jnp.zeros(EXPERTS, jnp.int32).at[experts.reshape(-1)].add(1)
                 losses = (jnp.zeros((), jnp.float32),) * 3
-                groups = Deduplicated(Routing(experts, weights, sizes, *losses), **how)
+                groups = DeduplicatedAllToAll(Routing(experts, weights, sizes, *losses), **how)
             else:
                 groups = AllToAll(jlp.moe.dispatch(experts, EXPERTS), weights, **how)
             return groups.run(products(kernels, recipe), x, layers)[0]

@@ -70,7 +70,7 @@ def producers(x, w):
         jax.vjp(lambda x, gamma: jlp.rms_norm(x, gamma), x, w[0])[1](x),
         tuple(quantized_norm(plain, jlp.MXFP8(), x, w[0], None, None, rowwise=True, columnwise=True, words=None)),
         activated("swiglu", (x, -x), wanted, None),
-        activation_gradients("gelu", x, (x,), wanted, None, sums=True),
+        activation_gradients("gelu", x, (x,), wanted, None, row_sums=True),
         quantized_activation("silu", jlp.MXFP4(), [x], words=None, rowwise=True, columnwise=True),
         sum_over_rows_op()(x),
     )

@@ -7,7 +7,7 @@ import pytest
 import jaxlowprec as jlp
 from jaxlowprec.ops.activations.api import ACTIVATIONS, activated, activation_gradients
 from jaxlowprec.ops.activations.quantized import quantized_activation, quantized_activation_gradients
-from jaxlowprec.ops.activations.reference import RULES
+from jaxlowprec.ops.activations.reference import NAMED_ACTIVATIONS
 from jaxlowprec.ops.amax import Amaxes
 from jaxlowprec.ops.norms.op import NormSpec, norm_gradient_op
 from jaxlowprec.ops.norms.quantized import quantized_norm
@@ -112,15 +112,15 @@ def test_a_quantised_activation_is_not_stored(name):
         value = quantized_activation(name, jlp.MXFP8(), operands)
         return value, quantized_activation_gradients(name, jlp.MXFP8(), x, operands)
 
-    count = 1 + RULES[name].gated
+    count = 1 + NAMED_ACTIVATIONS[name].gated
     with claiming_cuda(9.0):
         forward, backward = custom_calls(run, array())
     assert forward.target == "jaxlowprec_activation_quantize" and forward.operands == [ROWS] * count
     assert backward.target == "jaxlowprec_activation_gradient_quantize" and backward.operands == [ROWS] * (1 + count)
     assert forward.results == CODES and backward.results == CODES * count
     for call in (forward, backward):
-        assert f'kind = "{RULES[name].name}"' in call.attributes
-        assert f"gated = {str(RULES[name].gated).lower()}" in call.attributes
+        assert f'kind = "{NAMED_ACTIVATIONS[name].name}"' in call.attributes
+        assert f"gated = {str(NAMED_ACTIVATIONS[name].gated).lower()}" in call.attributes
 
 
 @pytest.mark.parametrize("wanted", [Amaxes(), Amaxes(hadamard=jlp.Hadamard()), Amaxes(False, jlp.Hadamard())], ids=str)
@@ -143,7 +143,7 @@ def test_sums_over_rows_are_results_of_the_same_call(wanted):
     """The last result is memory for the sums of 64 rows each."""
 
     def run(x):
-        return activation_gradients("swiglu", x, [x, x], wanted, sums=True)
+        return activation_gradients("swiglu", x, [x, x], wanted, row_sums=True)
 
     with claiming_cuda(9.0):
         (call,) = custom_calls(run, jnp.ones((2, 100, 96), jnp.bfloat16))

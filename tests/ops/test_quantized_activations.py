@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxlowprec.ops.activations.api import ACTIVATIONS, activated, activation_gradients
 from jaxlowprec.ops.activations.quantized import quantized_activation, quantized_activation_gradients
-from jaxlowprec.ops.activations.reference import RULES
+from jaxlowprec.ops.activations.reference import NAMED_ACTIVATIONS
 from tests.eager import jlp
 from tests.helpers import FLOATS, assert_same_bytes, random_array
 from tests.ops.implementations import ByKernels, ByReference, compiled
@@ -27,7 +27,7 @@ OPS = ("jaxlowprec_activation_quantize", "jaxlowprec_activation_gradient_quantiz
 
 def arrays_of(kind, shape, dtype="bfloat16"):
     """The activation's gradient, and its operands."""
-    return [random_array(shape, dtype, seed) * 4 for seed in range(2 + RULES[kind].gated)]
+    return [random_array(shape, dtype, seed) * 4 for seed in range(2 + NAMED_ACTIVATIONS[kind].gated)]
 
 
 def in_one_pass(kind, fmt, arrays, directions=(True, True), words=None, rows_split=False, implementation=None):

@@ -55,7 +55,7 @@ class OrderCases:
 
         @self.compiled
         def run(dy, *arrays):
-            return activation_gradients(kind, dy, arrays, wanted, self.implementation, sums=True)
+            return activation_gradients(kind, dy, arrays, wanted, self.implementation, row_sums=True)
 
         gradients, amaxes, sums = run(dy, *arrays)
         expected = compiled("ffi")(lambda dy, *arrays: activation_gradients(kind, dy, arrays, wanted)[:2])(dy, *arrays)
@@ -93,10 +93,10 @@ class TestTransformations:
         x = jnp.round(random_array((4, 64, 32), "float32", 1) * 8)
         mesh = mesh_of((2, 2), axis_type)
         wanted = Amaxes(rows_split=True)
-        expected = found_of(x, rows_split=True), activation_gradients("swiglu", x, (x, x), wanted, sums=True)[1]
+        expected = found_of(x, rows_split=True), activation_gradients("swiglu", x, (x, x), wanted, row_sums=True)[1]
 
         def run(x):
-            gradients, amaxes, sums = activation_gradients("swiglu", x, (x, x), wanted, sums=True)
+            gradients, amaxes, sums = activation_gradients("swiglu", x, (x, x), wanted, row_sums=True)
             of_gradients = [found_of(g, rows_split=True) for g in gradients]
             return found_of(x, rows_split=True), amaxes, sums, of_gradients
 

@@ -248,14 +248,14 @@ class TestOtherFiles:
             run.to_parquet(tmp_path / "t.parquet")
 
 
-class TestFollowing:
+class TestRecordFollower:
     def test_each_line_is_read_once_while_the_file_grows(self, tmp_path, monkeypatch):
         content = recorded(tmp_path / "whole.jsonl", range(6)).read_bytes()
         path, seen, read_one = tmp_path / "growing.jsonl", [], recording._record
         monkeypatch.setattr(recording, "_record", lambda line, where: seen.append(where) or read_one(line, where))
         ends = [content.index(b"\n") + 1, *range(len(content) // 7, len(content), len(content) // 7), len(content)]
         path.write_bytes(content[: ends[0]])
-        following = recording.Following(path)
+        following = recording.RecordFollower(path)
         for begin, end in itertools.pairwise(sorted(ends)):
             with path.open("ab") as file:
                 file.write(content[begin:end])
@@ -267,7 +267,7 @@ class TestFollowing:
     @pytest.mark.parametrize("how", ["replaced", "written anew"])
     def test_another_file_is_read_from_its_beginning(self, tmp_path, how):
         path = recorded(tmp_path / "run.jsonl", range(4), recipe="nvfp4")
-        following = recording.Following(path)
+        following = recording.RecordFollower(path)
         assert following.run().steps == [0, 1, 2, 3]
         other = recorded(tmp_path / "other.jsonl", [7], recipe="mxfp8")
         if how == "replaced":

@@ -4,7 +4,7 @@ import pytest
 from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
-from jaxlowprec.wiring.sharding_rule import Placed, ShardingRule
+from jaxlowprec.wiring.sharding_rule import MeshArray, ShardingRule
 
 MESH = AbstractMesh((2, 4), ("a", "b"))
 BLOCKS = ShardingRule("r (c k), r -> r c", k=4)
@@ -36,7 +36,7 @@ MATMUL = ShardingRule("... m (k h), ... n (k h) -> ... m n", reductions=("k",), 
 
 def split(rule, *values, partial=True):
     """What (shape, spec) of every operand, and then of the results if they are given, comes to."""
-    placed = [Placed(shape, spec, 4 if i >= len(rule.operands) else 1) for i, (shape, spec) in enumerate(values)]
+    placed = [MeshArray(shape, spec, 4 if i >= len(rule.operands) else 1) for i, (shape, spec) in enumerate(values)]
     return rule.split(MESH, placed[: len(rule.operands)], placed[len(rule.operands) :], partial)
 
 
@@ -137,7 +137,7 @@ class TestScatteredSums:
     """Where a sum lies that the devices of a and b have parts of."""
 
     def landed(self, before, wanted, rule=MATMUL):
-        return rule.landed(MESH, {"k": ("a", "b"), **before}, Placed((64, 32), wanted, 4))
+        return rule.landed(MESH, {"k": ("a", "b"), **before}, MeshArray((64, 32), wanted, 4))
 
     @pytest.mark.parametrize(
         ("wanted", "where"),
@@ -153,9 +153,9 @@ class TestScatteredSums:
 
     def test_an_earlier_split_stays_the_major_one(self):
         rule = ShardingRule("... m k, ... n k -> ... m n", reductions=("k",))
-        value = Placed((64, 32), P(("a", "b")), 4)
+        value = MeshArray((64, 32), P(("a", "b")), 4)
         assert rule.landed(MESH, {"k": ("b",), "m": ("a",)}, value) == ({"m": ("a", "b")}, {"m": ("b",)})
-        value = Placed((64, 32), P(("b", "a")), 4)
+        value = MeshArray((64, 32), P(("b", "a")), 4)
         assert rule.landed(MESH, {"k": ("b",), "m": ("a",)}, value) == ({"m": ("a",)}, {})
 
     def test_a_block_is_not_cut(self):
@@ -164,7 +164,7 @@ class TestScatteredSums:
         assert self.landed({}, P(("a", "b")), tiles) == ({}, {})
 
     def test_without_a_split_reduction_nothing_changes(self):
-        assert MATMUL.landed(MESH, {"m": ("a",)}, Placed((64, 32), P("b"), 4)) == ({"m": ("a",)}, {})
+        assert MATMUL.landed(MESH, {"m": ("a",)}, MeshArray((64, 32), P("b"), 4)) == ({"m": ("a",)}, {})
 
 
 def test_operands_that_are_reduced():

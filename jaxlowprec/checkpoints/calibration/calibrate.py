@@ -21,7 +21,7 @@ from jaxlowprec.checkpoints.calibration.layers import (
     embedded,
     negative_log_likelihood,
 )
-from jaxlowprec.checkpoints.conversion.plan import Arrays, Calibrated, Job, Plan
+from jaxlowprec.checkpoints.conversion.plan import Arrays, CalibrationReport, Job, Plan
 from jaxlowprec.checkpoints.errors import CheckpointError
 from jaxlowprec.checkpoints.files.dtypes import HIGH_PRECISION, all_finite
 from jaxlowprec.checkpoints.files.folder import CheckpointFolder
@@ -57,7 +57,7 @@ class Calibration:
             if type(value := getattr(self, name)) is not int or value < 1:
                 raise CheckpointError(f"calibration: {name}={value!r}; needs 1 or more")
 
-    def prepare(self, plan: Plan, source: CheckpointFolder) -> _Prepared:
+    def prepare(self, plan: Plan, source: CheckpointFolder) -> _PreparedCalibration:
         """See `conversion.calibrating`.
 
         Raises:
@@ -69,11 +69,11 @@ class Calibration:
         rows = rows_of(text, source.path, config, rows=self.rows, context=self.context)
         said = {"text_sha256": hashlib.sha256(text.read_bytes()).hexdigest(), "rows": self.rows}
         options = said | {"context": self.context, "method": dataclasses.asdict(self.method)}
-        return _Prepared(config, rows, self.method, options)
+        return _PreparedCalibration(config, rows, self.method, options)
 
 
 @dataclasses.dataclass(frozen=True)
-class _Prepared:
+class _PreparedCalibration:
     """See `conversion.calibrating`."""
 
     config: DecoderConfig
@@ -83,7 +83,7 @@ class _Prepared:
 
     def choose(
         self, plan: Plan, source: CheckpointFolder, destination: pathlib.Path, done: Callable[[int], None]
-    ) -> tuple[Plan, Calibrated]:
+    ) -> tuple[Plan, CalibrationReport]:
         """See `conversion.calibrating`."""
         work = _Work(plan, source, destination, self)
         for number in range(self.config.layers):
@@ -98,7 +98,7 @@ class _Work:
         files: by the name of a tensor that was chosen, the file that holds it.
     """
 
-    def __init__(self, plan: Plan, source: CheckpointFolder, destination: pathlib.Path, prepared: _Prepared):
+    def __init__(self, plan: Plan, source: CheckpointFolder, destination: pathlib.Path, prepared: _PreparedCalibration):
         self._source, self._destination, self._prepared = source, destination, prepared
         self._layers, self._jobs = LayerSource(source, prepared.config), _quantising(plan)
         self.files: dict[str, SafetensorsFile] = {}
@@ -145,8 +145,8 @@ class _Work:
         self.files |= dict.fromkeys(made, _written(path, made, specs))
         return decoded
 
-    def report(self) -> Calibrated:
-        """What was found, after the last layer."""
+    def report(self) -> CalibrationReport:
+        """The results of the calibration, after the last layer."""
         targets = self._prepared.rows.held_out[:, 1:]
         before, after = (
             float(np.exp(negative_log_likelihood(self._ends, hidden, targets)))
@@ -154,7 +154,7 @@ class _Work:
         )
         without = [module for module in self._jobs if module not in self._weight_errors]
         tokens = self._prepared.rows.calibrating.size
-        return Calibrated(before, after, tokens, targets.size, self._errors, self._weight_errors, without)
+        return CalibrationReport(before, after, tokens, targets.size, self._errors, self._weight_errors, without)
 
 
 def _check(plan: Plan) -> None:
@@ -169,8 +169,8 @@ def _check(plan: Plan) -> None:
         )
 
 
-class Read(NamedTuple):
-    """What a linear read: the mean of x^T x, float32 [K, K], and the largest magnitude; of all experts together."""
+class LinearInputs(NamedTuple):
+    """The inputs of a linear: the mean of x^T x, float32 [K, K], and the largest magnitude, of all experts together."""
 
     moments: np.ndarray
     amax: float
@@ -188,8 +188,8 @@ class _Moments:
             held = self._sums.get(linear)
             self._sums[linear] = new if held is None else added(held, new)
 
-    def of(self, weight: str, inputs: Mapping[str, str]) -> Read | None:
-        """What was read as a weight's inputs; None if there were none."""
+    def of(self, weight: str, inputs: Mapping[str, str]) -> LinearInputs | None:
+        """The inputs by which a weight was multiplied; None if there were none."""
         expert = _EXPERT.fullmatch(weight)
         linear = inputs.get(weight) or (inputs.get(f"{expert[1]}{EXPERT}{expert[3]}") if expert else None)
         if linear is None or linear not in self._sums:
@@ -198,7 +198,7 @@ class _Moments:
         if sums.ndim == 3:
             assert expert is not None
             sums, count = sums[int(expert[2])], count[int(expert[2])]
-        return Read(sums / np.float32(count), float(amax)) if count > 0 else None
+        return LinearInputs(sums / np.float32(count), float(amax)) if count > 0 else None
 
 
 def _not_finite(source: CheckpointFolder, module: str) -> str:
@@ -209,7 +209,7 @@ def _not_finite(source: CheckpointFolder, module: str) -> str:
     return f"{source.path}: calibration: what {module!r} reads is beyond float32; needs a model that computes"
 
 
-def _chosen(job: Job, weight: np.ndarray, read: Read | None, method: Method, factors: Factors) -> Arrays:
+def _chosen(job: Job, weight: np.ndarray, read: LinearInputs | None, method: Method, factors: Factors) -> Arrays:
     """A module's tensors: by its inputs, or as without calibration."""
     assert job.scheme is not None and job.make is not None
     if read is None or not all_finite(weight):

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from jaxlowprec.arrays.quantized_array import QuantizedArray
-from jaxlowprec.checkpoints.calibration.grids import Fitted, Grid
+from jaxlowprec.checkpoints.calibration.grids import BlockScales, Grid
 
 _KEPT = 2  # factors: files often have k, o, q and v in this order
 _AT_ONCE = 128  # columns whose errors reach the later ones by one matrix product
@@ -65,7 +65,7 @@ def quantized(
     length, (count, _) = grid.length, columns.shape
     importance = np.diagonal(moments).astype(np.float32)
     factor = (factors or Factors()).of(moments, method.damping) if method.feedback else None
-    codes, fitted = np.empty(columns.shape, np.uint8), list[Fitted]()
+    codes, fitted = np.empty(columns.shape, np.uint8), list[BlockScales]()
     step = max(_AT_ONCE // length, 1) * length
     for begin in range(0, count, step):
         end = min(begin + step, count)

@@ -62,11 +62,11 @@ class LayerSource:
         return self._tensors.read(name)
 
     def prefix(self, number: int) -> str:
-        """What the names of a layer's tensors begin with."""
+        """The prefix of the names of a layer's tensors."""
         return f"model.layers.{number}."
 
     def inputs_of(self, number: int) -> dict[str, str]:
-        """By the name of a weight of a layer: the path of a linear that reads the weight's inputs.
+        """The path of a linear that reads the inputs of each weight of a layer, by the weight's name.
 
         Names of experts' weights have `{expert}` in them.
         """
@@ -82,7 +82,7 @@ class LayerSource:
 
     @functools.cache  # noqa: B019 (the source lives as long as the conversion)
     def _graph(self, number: int) -> Any:
-        """What a layer is but for its parameters: equal for layers of one kind, so that these are compiled once."""
+        """The graph of a layer without parameters: equal for layers of one kind, so that these are compiled once."""
 
         def named() -> Layer:
             layer = Layer(Parts(self.config, _DTYPE, _DTYPE, nnx.Rngs(0)), number)
@@ -103,7 +103,7 @@ class LoadedLayer:
         return np.asarray(_computed(self._graph, self._config, self._rope, False, self._state, x)[0])
 
     def watched(self, x: np.ndarray) -> tuple[np.ndarray, dict[str, Inputs]]:
-        """The same, and what its linears read, by their paths in the layer."""
+        """The layer's result, and the inputs of its linears by their paths in the layer."""
         y, found = _computed(self._graph, self._config, self._rope, True, self._state, x)
         return np.asarray(y), jax.device_get(found)
 
@@ -117,7 +117,7 @@ def _computed(
     scope = SecondMoments()
     with entered(scope) if watch else contextlib.nullcontext():
         y, _, _ = nnx.merge(graph, state)(x, positions, tables, None)
-    return y, scope.found
+    return y, scope.inputs
 
 
 def negative_log_likelihood(ends: Decoder, hidden: np.ndarray, targets: np.ndarray) -> float:
@@ -133,7 +133,7 @@ def _of_row(graph: Any, state: Any, row: jax.Array, tokens: jax.Array) -> jax.Ar
 
 
 def embedded(ends: Decoder, tokens: np.ndarray) -> np.ndarray:
-    """What the first layer reads of tokens [rows, time]: [rows, time, width]."""
+    """The first layer's input for tokens [rows, time]: [rows, time, width]."""
     return np.asarray(ends.embedded(as_array(tokens)))
 
 

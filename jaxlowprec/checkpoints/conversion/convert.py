@@ -10,9 +10,9 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from jaxlowprec.checkpoints.conversion import engine
-from jaxlowprec.checkpoints.conversion.engine import Progress, compare_shards, is_finished, write_shards
+from jaxlowprec.checkpoints.conversion import jobs
 from jaxlowprec.checkpoints.conversion.heads import with_true_tie
+from jaxlowprec.checkpoints.conversion.jobs import Progress, compare_shards, is_finished, write_shards
 from jaxlowprec.checkpoints.conversion.modules import (
     GPTQ_FILE,
     MODELOPT_FILE,
@@ -23,12 +23,12 @@ from jaxlowprec.checkpoints.conversion.modules import (
 )
 from jaxlowprec.checkpoints.conversion.plan import (
     Arrays,
-    Calibrated,
-    Calibrating,
+    CalibrationReport,
+    Calibrator,
     Job,
-    Left,
+    LeftModule,
     Plan,
-    Prepared,
+    PreparedCalibration,
     copy_job,
     require_distinct,
 )
@@ -52,7 +52,7 @@ _OTHER_CONFIGS = (MODELOPT_FILE, GPTQ_FILE, "quant_config.json")
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """What a conversion did, or would do.
+    """The outcome of a conversion, or of its plan.
 
     Attributes:
         scheme: the format that weights were converted to, or from.
@@ -72,7 +72,7 @@ class Report:
     scheme: str
     changed: Sequence[str]
     formats: Mapping[str, int]
-    left: Sequence[Left]
+    left: Sequence[LeftModule]
     ignore: Sequence[str]
     warnings: Sequence[str]
     source_bytes: int
@@ -82,12 +82,12 @@ class Report:
     copied: Sequence[str] = ()
     left_out: Sequence[str] = ()
     verified: int | None = None
-    calibrated: Calibrated | None = None
+    calibrated: CalibrationReport | None = None
     seconds: float = 0.0
 
     @classmethod
     def of_plan(cls, plan: Plan, scheme: str | None = None) -> Report:
-        """What a plan says, before it is carried out.
+        """The report of a plan, before it is carried out.
 
         Arguments:
             plan: the plan.
@@ -118,7 +118,7 @@ class Run:
         workers: how many tensors are converted, and are in memory, at a time.
         dry_run: plan, and write nothing.
         verify: compute everything again at the end, and compare it with the files.
-        progress: see `engine.Progress`.
+        progress: see `jobs.Progress`.
         follow_links: also copy what links in the source point to outside of it.
     """
 
@@ -165,7 +165,7 @@ def convert(
     include: Sequence[str] = (),
     defaults: Sequence[str] = DEFAULTS,
     leave_unfit: bool = False,
-    calibration: Calibrating | None = None,
+    calibration: Calibrator | None = None,
     run: Run = Run(),  # noqa: B008 (frozen)
 ) -> Report:
     """Quantises a checkpoint.
@@ -239,7 +239,7 @@ def _carry_out(
     destination: pathlib.Path,
     options: dict[str, Any],
     run: Run,
-    calibration: Prepared | None = None,
+    calibration: PreparedCalibration | None = None,
 ) -> Report:
     started = time.perf_counter()
     check_apart(source.path, destination)
@@ -256,7 +256,7 @@ def _carry_out(
     verified, found = None, None
     with claimed(destination, wanted):
         if calibration is not None and (run.verify or not _all_finished(plan, destination)):
-            counter = engine.Counter(plan.source_bytes, "calibrating", run.progress)
+            counter = jobs.Counter(plan.source_bytes, "calibrating", run.progress)
             plan, found = calibration.choose(plan, source, destination, counter.add)
         kept = write_shards(plan, source, destination, run.workers, run.progress)
         if source.indexed:
@@ -292,12 +292,12 @@ def plan_dequantization(source: CheckpointFolder, scheme: Scheme, dtype: str) ->
     if not modules:
         raise CheckpointError(f"{source.path}: its config says {scheme.name}, but no tensor is in that format")
     consumed = {name: module for module, held in modules.items() for name in held.tensors.values()}
-    jobs = {module: _job(source, held, dtype) for module, held in modules.items()}
+    job_of = {module: _job(source, held, dtype) for module, held in modules.items()}
     first = {held.tensors[held.scheme.required[0]]: module for module, held in modules.items()}
     shards: dict[str, list[Job]] = {}
     for shard, file in source.shards.items():
         held = [
-            jobs[first[name]] if name in first else copy_job(name, source.spec(name))
+            job_of[first[name]] if name in first else copy_job(name, source.spec(name))
             for name in file.header.tensors
             if name in first or name not in consumed
         ]

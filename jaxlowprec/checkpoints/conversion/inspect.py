@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxlowprec.checkpoints.conversion.engine import Counter, Progress, in_parallel
+from jaxlowprec.checkpoints.conversion.jobs import Counter, Progress, in_parallel
 from jaxlowprec.checkpoints.conversion.modules import (
     QuantisedModule,
     Weight,
@@ -105,7 +105,7 @@ def inspect(
         path: folder of a checkpoint, plain or quantised.
         reference: folder of the same checkpoint in high precision: each module is compared with it.
         workers: modules compared, and in memory, at a time.
-        progress: see `engine.Progress`.
+        progress: see `jobs.Progress`.
 
     Raises:
         CheckpointError: a folder is not a checkpoint, the config's format is unknown, or the reference lacks a weight
@@ -187,7 +187,7 @@ def error_of(decoded: np.ndarray, reference: np.ndarray) -> WeightError:
 
 
 def error_of_parts(pairs: Iterable[tuple[np.ndarray, np.ndarray]]) -> WeightError:
-    """As `error_of`, for the parts of two arrays."""
+    """`error_of` of two arrays that come in parts."""
     signal: Any = np.float64(0)
     noise: Any = np.float64(0)
     largest = np.float64(0)

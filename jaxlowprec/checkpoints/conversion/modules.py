@@ -28,7 +28,7 @@ from jaxlowprec.checkpoints.schemes import Scheme, from_config
 
 MODELOPT_FILE = "hf_quant_config.json"
 GPTQ_FILE = "quantize_config.json"  # of tools that leave config.json as it was
-"""Where ModelOpt's older checkpoints say how they are quantised."""
+"""The files beside config.json in which older ModelOpt and GPTQ tools say how weights are quantised."""
 
 _PLAIN = ("weight", "bias")
 _SHAPE_BYTES = 64  # the most that a tensor holding a shape takes
@@ -92,15 +92,15 @@ class QuantisedModule:
         return self._decoded(source, self.read(source), dtype)
 
     def decode_finite(self, source: CheckpointFolder, dtype: str) -> np.ndarray:
-        """As `decode`, but raises CheckpointError if the weight is not finite."""
+        """`decode` that raises CheckpointError if the weight is not finite."""
         return self._finite(source, self.read(source), dtype)
 
     def experts_finite(self, source: CheckpointFolder, dtype: str) -> Iterator[np.ndarray]:
-        """As `decode_finite` for an array of all experts: [1, ...] of each expert, one in memory at a time."""
+        """`decode_finite` of an array of all experts: [1, ...] of each expert, one in memory at a time."""
         return (self._finite(source, tensors, dtype) for tensors in self._experts(source))
 
     def experts(self, source: CheckpointFolder, dtype: str) -> Iterator[np.ndarray]:
-        """As `decode` for an array of all experts: [1, ...] of each expert, one in memory at a time."""
+        """`decode` of an array of all experts: [1, ...] of each expert, one in memory at a time."""
         return (self._decoded(source, tensors, dtype) for tensors in self._experts(source))
 
     def _experts(self, source: CheckpointFolder) -> Iterator[dict[str, np.ndarray]]:
@@ -235,7 +235,7 @@ def require_no_other_codes(source: CheckpointFolder, scheme: Scheme, modules: Ma
 
 
 def _words(spec: TensorSpec) -> bool:
-    """Whether it may be a matrix of INT4's words, of eight codes each."""
+    """Whether a tensor may be a matrix of INT4's words, of eight codes each."""
     return spec.dtype == "I32" and len(spec.shape) > 1
 
 
@@ -298,7 +298,7 @@ class Weight:
         return self.part.of(source.file_of(self.tensor).read_at(self.tensor, self.part.expert))
 
     def experts(self, source: CheckpointFolder) -> Iterator[np.ndarray]:
-        """Of a whole array, the experts' matrices one after the other, as the array has them."""
+        """The experts' matrices of a whole array, one after the other, as the array has them."""
         file = source.file_of(self.tensor)
         return (file.read_at(self.tensor, expert) for expert in range(self.spec.shape[0]))
 

@@ -62,7 +62,7 @@ class Job:
 
 
 @dataclasses.dataclass(frozen=True)
-class Left:
+class LeftModule:
     """A matrix of the source that stays as it is, and why."""
 
     module: str
@@ -88,7 +88,7 @@ class Plan:
     config: dict[str, Any]
     changed: Sequence[str]
     formats: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    left: Sequence[Left] = ()
+    left: Sequence[LeftModule] = ()
     warnings: Sequence[str] = ()
     ignore: Sequence[str] = ()
     drop_files: Sequence[str] = ()
@@ -143,8 +143,8 @@ def output_specs(scheme: Scheme, module: str, spec: TensorSpec) -> dict[str, Ten
 
 
 @dataclasses.dataclass(frozen=True)
-class Calibrated:
-    """What a calibration found.
+class CalibrationReport:
+    """The results of a calibration.
 
     Attributes:
         perplexity_before, perplexity_after: of the source and of the quantised model, on text that it was not
@@ -167,16 +167,16 @@ class Calibrated:
     without_inputs: Sequence[str]
 
 
-class Prepared(Protocol):
+class PreparedCalibration(Protocol):
     """A calibration of one checkpoint, whose arguments were checked."""
 
     @property
     def options(self) -> dict[str, Any]:
-        """What says whether two calibrations give the same bytes, for JSON."""
+        """The options that decide the bytes of a calibration, for JSON."""
 
     def choose(
         self, plan: Plan, source: CheckpointFolder, destination: pathlib.Path, done: Callable[[int], None]
-    ) -> tuple[Plan, Calibrated]:
+    ) -> tuple[Plan, CalibrationReport]:
         """The plan with the tensors that were chosen. They may lie in the destination under temporary names.
 
         Arguments:
@@ -187,8 +187,8 @@ class Prepared(Protocol):
         """
 
 
-class Calibrating(Protocol):
+class Calibrator(Protocol):
     """How checkpoints are calibrated."""
 
-    def prepare(self, plan: Plan, source: CheckpointFolder) -> Prepared:
+    def prepare(self, plan: Plan, source: CheckpointFolder) -> PreparedCalibration:
         """Checks that this plan can be calibrated. Raises CheckpointError if not."""

@@ -33,7 +33,15 @@ from jaxlowprec.checkpoints.conversion.modules import (
     naming,
     weights_of,
 )
-from jaxlowprec.checkpoints.conversion.plan import Arrays, Job, Left, Plan, copy_job, output_specs, require_distinct
+from jaxlowprec.checkpoints.conversion.plan import (
+    Arrays,
+    Job,
+    LeftModule,
+    Plan,
+    copy_job,
+    output_specs,
+    require_distinct,
+)
 from jaxlowprec.checkpoints.conversion.rules import (
     KINDS,
     Choice,
@@ -86,7 +94,7 @@ def plan_quantization(
     unfit = {m: why for m, weight in chosen.items() if (why := choice.of(m).check(weight.spec.shape))}
     if unfit and not leave_unfit:
         raise CheckpointError(_unfit_message(choice, unfit))
-    left += [Left(module, why) for module, why in unfit.items()]
+    left += [LeftModule(module, why) for module, why in unfit.items()]
     quantised = {m: weight for m, weight in chosen.items() if m not in unfit}
     if not quantised:
         raise CheckpointError(f"{source.path}: nothing to quantise: every matrix is left alone, {_reasons(left)}")
@@ -126,7 +134,7 @@ def _config(
     return with_quantization(config, entry), warnings
 
 
-def _embeddings_left(chosen: dict[str, Weight], rules: Rules) -> list[Left]:
+def _embeddings_left(chosen: dict[str, Weight], rules: Rules) -> list[LeftModule]:
     """Takes embeddings out of the chosen weights. Raises CheckpointError if a rule of the user asks for one."""
     found = sorted(module for module in chosen if is_embedding(module))
     for module in found:
@@ -136,7 +144,7 @@ def _embeddings_left(chosen: dict[str, Weight], rules: Rules) -> list[Left]:
                 f"the embedding alone with --ignore {module}"
             )
         del chosen[module]
-    return [Left(module, NOT_LOOKED_UP) for module in found]
+    return [LeftModule(module, NOT_LOOKED_UP) for module in found]
 
 
 def _untensored_head(quantised: set[str], ignore: list[str], entry: str) -> list[str]:
@@ -248,11 +256,11 @@ class _Amaxes:
 
 def _weights(
     source: CheckpointFolder, config: dict[str, Any], choice: Choice, rules: Rules
-) -> tuple[dict[str, Weight], list[Left]]:
+) -> tuple[dict[str, Weight], list[LeftModule]]:
     """The weights to quantise by their modules, and the matrices that are left alone."""
     transposed = is_transposed(config)
     chosen: dict[str, Weight] = {}
-    left: list[Left] = []
+    left: list[LeftModule] = []
     for name in source.shard_of:
         spec, of_arrays = source.spec(name), choice.default.of_expert_arrays
         if len(spec.shape) < 2:
@@ -262,9 +270,9 @@ def _weights(
             found = weights_of(name, spec, transposed) or found
         reasons = {module: _why_left_alone(w, rules, of_arrays, config) for module, w in found.items()}
         if all(reasons.values()):
-            left.append(Left(_module(name), next(iter(reasons.values())) or ""))
+            left.append(LeftModule(_module(name), next(iter(reasons.values())) or ""))
         else:
-            left += [Left(module, why) for module, why in reasons.items() if why]
+            left += [LeftModule(module, why) for module, why in reasons.items() if why]
             chosen |= {module: found[module] for module, why in reasons.items() if not why}
     return chosen, left
 
@@ -358,12 +366,12 @@ def _unfit_message(choice: Choice, unfit: Mapping[str, str]) -> str:
     )
 
 
-def _reasons(left: list[Left]) -> str:
+def _reasons(left: list[LeftModule]) -> str:
     return ", ".join(f"{count} for {reason}" for reason, count in Counter(e.reason for e in left).most_common())
 
 
 def _warnings(
-    rules: Rules, choice: Choice, ignore: list[str], modules: Mapping[str, str], left: list[Left]
+    rules: Rules, choice: Choice, ignore: list[str], modules: Mapping[str, str], left: list[LeftModule]
 ) -> list[str]:
     found = [
         f"rule {rule!r} matches no weight"

@@ -46,7 +46,7 @@ KINDS = {
     MULTI_TOKEN_PREDICTION: "multi-token prediction's projections",
     INDEXERS: "sparse attention's indexers",
 }
-"""What each default rule is for."""
+"""The kind of modules that each default rule is for."""
 
 DEFAULTS = tuple(KINDS)
 """For Llama, Qwen, Mixtral, DeepSeek and GLM models, with vision and multi-token prediction, and similar names."""
@@ -66,7 +66,7 @@ _EXPERT = re.compile(r"(?s)(.*\.experts)\.[0-9]+(\..+)")
 
 @dataclasses.dataclass(frozen=True)
 class Rules:
-    """Which modules are left alone.
+    """Rules that say which modules are left alone.
 
     Attributes:
         ignore: rules from the user: modules that match are left alone.
@@ -199,7 +199,7 @@ def disagreements(ignore: Sequence[str], modules: Mapping[str, str]) -> list[str
 
 
 class _SlimesReading:
-    """Where slime reads a rule differently (`slime_matches`).
+    """Modules for which slime reads a rule differently (`slime_matches`).
 
     A config may name every module. Modules whose tensors begin with a name are neighbours in sorted order, so not all
     modules have to be searched for each rule.
@@ -210,7 +210,7 @@ class _SlimesReading:
         self._sorted = sorted((tensor, module) for module, tensor in modules.items())
 
     def differs(self, rule: str) -> list[tuple[tuple[str, int], str]]:
-        """For modules that slime leaves alone, or quantises, against the rule: the first, how many, and the verb."""
+        """The first module that slime leaves alone, or quantises, against the rule; their number; the verb."""
         if not rule.startswith("re:"):
             apart = self._begin_with(rule)
             return [(apart, "leaves alone")] if apart else []

@@ -100,7 +100,7 @@ def experts(names: Sequence[str] = GATED, module: str = "mlp", gate: str = "gate
 
 
 def selection_bias() -> Rules:
-    """What a router adds to its scores when it chooses; rounded, it would choose others."""
+    """The rule of a router's selection bias, which keeps its dtype: rounded, the router would choose other experts."""
     name = f"{IN_FILE}mlp.gate.e_score_correction_bias"
     return (Rule(f"{LAYER}mlp.selection_bias", name, keeps_dtype=True),)
 

@@ -152,7 +152,7 @@ def require_folder(path: pathlib.Path) -> None:
 
 
 def _others(path: pathlib.Path) -> str:
-    """Of a folder without safetensors files that can be read: the weights in it, and what to do with them."""
+    """The weights of other kinds in a folder without readable safetensors files, and their remedy; or ""."""
     for suffix, remedy in _REMEDIES.items():
         if found := sorted(file.name for file in path.glob(f"*{suffix}")):
             return f", but {found[0]}: {remedy}"
@@ -183,7 +183,7 @@ def write_index(folder: pathlib.Path, shard_of: Mapping[str, str], total_size: i
 
 
 def _plain_file_name(name: str) -> bool:
-    """Whether it is the name of a safetensors file and not a path, so that it cannot lead out of its folder."""
+    """Whether a name is that of a safetensors file and not a path, so that it cannot lead out of its folder."""
     plain = not name.startswith(".") and not set(name) & set("/\\:\0")
     return name.endswith(".safetensors") and plain and len(os.fsencode(name)) <= _LONGEST_NAME
 

@@ -139,7 +139,7 @@ def about(path: str | os.PathLike[str]) -> Iterator[None]:
 
 
 class Header(Protocol[Entry_co]):
-    """What a header has at least: where each tensor is."""
+    """The least that a header states: the place of each tensor."""
 
     @property
     def tensors(self) -> Mapping[str, Entry_co]:

@@ -1,4 +1,4 @@
-"""What maps exactly: Q4_0 to INT4 in groups of 32 with float16 scales, MXFP4 to MXFP4. Bits only change places.
+"""Exact mappings: Q4_0 to INT4 in groups of 32 with float16 scales, MXFP4 to MXFP4. Bits only change places.
 
 A block of ggml holds its scale and 16 bytes; byte j has element j in the low nibble and element j + 16 in the high one.
 Arrays and checkpoints here have neighbours in a byte: element 2i in the low nibble of byte i. INT4's codes are offset

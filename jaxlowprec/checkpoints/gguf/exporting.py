@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 
 from jaxlowprec.checkpoints.conversion.convert import Report, Run
-from jaxlowprec.checkpoints.conversion.engine import Counter, in_parallel
 from jaxlowprec.checkpoints.conversion.heads import shares_embedding
+from jaxlowprec.checkpoints.conversion.jobs import Counter, in_parallel
 from jaxlowprec.checkpoints.conversion.modules import QuantisedModule, naming, quantised_modules, scheme_of
 from jaxlowprec.checkpoints.conversion.plan import Job, Plan
 from jaxlowprec.checkpoints.conversion.quantizing import plan_quantization
@@ -55,7 +55,7 @@ _SHOWN = 8
 
 
 @dataclasses.dataclass(frozen=True)
-class _Held:
+class _HeldModule:
     """A module whose weight is held in a scheme's format, in the folder or made from a plain one on the way."""
 
     scheme: Scheme
@@ -83,12 +83,12 @@ class _Piece:
 
 @dataclasses.dataclass(frozen=True)
 class _Model:
-    """What is to be exported: the folder, its config and family, and its quantised modules."""
+    """The model to export: the folder, its config and family, and its quantised modules."""
 
     folder: CheckpointFolder
     config: Config
     architecture: Architecture
-    held: Mapping[str, _Held]
+    held: Mapping[str, _HeldModule]
 
 
 def export_gguf(
@@ -216,7 +216,7 @@ def _model(folder: CheckpointFolder, scheme: Scheme | None, plan: Plan | None) -
     content = folder.config()
     plain = without_quantization(content)
     architecture = by_config(where, plain)
-    held: dict[str, _Held] = {}
+    held: dict[str, _HeldModule] = {}
     if scheme is not None and plan is not None:
         wanted = set(plan.changed)
         jobs = {job.module: job for jobs in plan.shards.values() for job in jobs if job.module in wanted}
@@ -227,18 +227,20 @@ def _model(folder: CheckpointFolder, scheme: Scheme | None, plan: Plan | None) -
     return _Model(folder, Config(where, plain, architecture), architecture, held)
 
 
-def _made(folder: CheckpointFolder, scheme: Scheme, job: Job) -> _Held:
+def _made(folder: CheckpointFolder, scheme: Scheme, job: Job) -> _HeldModule:
     def read() -> Tensors:
         assert job.make is not None
         return {name.removeprefix(f"{job.module}."): tensor for name, tensor in job.make().items()}
 
-    return _Held(scheme, folder.spec(f"{job.module}.weight").shape, job.source_bytes, read)
+    return _HeldModule(scheme, folder.spec(f"{job.module}.weight").shape, job.source_bytes, read)
 
 
-def _stored(folder: CheckpointFolder, stored: QuantisedModule) -> _Held:
+def _stored(folder: CheckpointFolder, stored: QuantisedModule) -> _HeldModule:
     with naming(folder, stored.name):
         type_of_scheme(stored.scheme)
-    return _Held(stored.scheme, stored.shape(folder), stored.nbytes(folder), functools.partial(stored.read, folder))
+    return _HeldModule(
+        stored.scheme, stored.shape(folder), stored.nbytes(folder), functools.partial(stored.read, folder)
+    )
 
 
 def _planned(model: _Model) -> tuple[list[_Piece], dict[str, TensorSpec]]:

@@ -303,7 +303,7 @@ def _tensor(cursor: Cursor) -> tuple[str, TensorSpec, int]:
 
 
 def _fault(spec: TensorSpec) -> str | None:
-    """What is wrong with a spec; None if ggml can hold such a tensor."""
+    """The fault of a spec, in words; None if ggml can hold such a tensor."""
     shape, block = spec.shape, spec.type
     if len(shape) > _MOST_AXES:
         return f"has {len(shape)} axes; ggml has at most {_MOST_AXES}"

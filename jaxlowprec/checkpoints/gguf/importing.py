@@ -14,8 +14,8 @@ import ml_dtypes
 import numpy as np
 
 from jaxlowprec.checkpoints.conversion.convert import Report, Run
-from jaxlowprec.checkpoints.conversion.engine import compare_shards, write_shards
-from jaxlowprec.checkpoints.conversion.plan import Arrays, Job, Left, Plan
+from jaxlowprec.checkpoints.conversion.jobs import compare_shards, write_shards
+from jaxlowprec.checkpoints.conversion.plan import Arrays, Job, LeftModule, Plan
 from jaxlowprec.checkpoints.conversion.resume import check_apart, check_claim, claimed
 from jaxlowprec.checkpoints.conversion.rules import splits
 from jaxlowprec.checkpoints.errors import CheckpointError, brief
@@ -47,7 +47,7 @@ _FLOATS = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 
 @dataclasses.dataclass(frozen=True)
 class _Model:
-    """What is imported: the file, its family and config, the dtype of plain tensors, and the scheme that is kept."""
+    """The model to import: the file, its family and config, the dtype of plain tensors, and the scheme that is kept."""
 
     file: GGUFFile
     architecture: Architecture
@@ -170,7 +170,7 @@ def _planned(model: _Model) -> Plan:
             job, reason = _job(model, f"{module}.{last}", place)
             jobs.append(job)
             if reason:
-                left.append(Left(module, reason))
+                left.append(LeftModule(module, reason))
     if unknown := [name for name in file.specs if name not in taken]:
         raise CheckpointError(
             f"{file.path}: {len(unknown)} tensors have no place in {model.architecture.classes}: "

@@ -152,7 +152,7 @@ class Config:
         return llama3_divisors(self.head_dim, self.number("rope_theta", self.rope), rope)
 
     def warnings(self) -> list[str]:
-        """What llama.cpp computes otherwise for long texts."""
+        """Warnings about long texts, for which llama.cpp computes something else."""
         window = self._config.get("sliding_window")
         if window is None or self._config.get("use_sliding_window") is False:
             return []

@@ -80,7 +80,7 @@ ARCHITECTURES = (
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Where a tensor of a folder is in a GGUF file: a tensor, and an index of its first axis for an expert's weight."""
+    """The place of a folder's tensor in a GGUF file: a tensor, and for an expert an index of its first axis."""
 
     tensor: str
     part: int | None = None
@@ -113,7 +113,7 @@ def by_metadata(where: object, name: object, experts: int) -> Architecture:
 
 
 def places(architecture: Architecture, layers: int, experts: int) -> dict[str, Place]:
-    """Where each module of a folder is in a GGUF file, without the suffix ".weight" or ".bias"."""
+    """The place of each module of a folder in a GGUF file, without the suffix ".weight" or ".bias"."""
     found = {hf: Place(f"{module}.") for module, hf in _ENDS.items()}
     for layer in range(layers):
         for module, hf in architecture.block.items():
@@ -150,7 +150,7 @@ def heads_of(architecture: Architecture, place: Place, heads: int, kv_heads: int
 
 
 def to_neighbours(rows: int, heads: int) -> np.ndarray:
-    """For each row in GGUF its row in the folder: of a head's two halves, an element of each in turn.
+    """The row in the folder of each row in GGUF: of a head's two halves, an element of each in turn.
 
     >>> to_neighbours(8, 2)
     array([0, 2, 1, 3, 4, 6, 5, 7])

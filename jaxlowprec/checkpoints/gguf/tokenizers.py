@@ -23,7 +23,7 @@ from jaxlowprec.checkpoints.gguf.header import Value
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 NO_TOKENIZER: Mapping[str, Value] = {"tokenizer.ggml.model": "none"}
-"""What llama.cpp's library needs to load a model without a tokenizer; programs then give it the numbers of tokens."""
+"""The keys by which llama.cpp's library loads a model without a tokenizer; programs then give it numbers of tokens."""
 
 _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"

@@ -73,7 +73,7 @@ class Scheme(abc.ABC):
     also_read: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     """Other dtypes that `load` accepts for a tensor."""
     input_range: ClassVar[float | None] = None
-    """For schemes with an `input_scale`: what the largest activation is divided by to get it."""
+    """The divisor of the largest activation that gives its `input_scale`, in schemes that have one."""
 
     @property
     @abc.abstractmethod

@@ -76,7 +76,7 @@ class _Rows(Scheme):
     @property
     @abc.abstractmethod
     def _half_range(self) -> float:
-        """What a row's amax is divided by."""
+        """The divisor of a row's amax."""
 
     @property
     def format(self) -> Format:

@@ -76,7 +76,7 @@ class Expression:
         self._next: dict[int, int] = {}
 
     def matches(self, text: str) -> bool:
-        """Whether it matches at the beginning of a text."""
+        """Whether the expression matches at the beginning of a text."""
         if self.literal is not None:
             return text.startswith(self.literal)
         if self._whole.empty:

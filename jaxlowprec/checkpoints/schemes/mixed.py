@@ -36,7 +36,7 @@ CLASSES: Mapping[str, Callable[[str], bool]] = {
     "LinearBase": lambda module: not _is_embedding(module),
     "Embedding": _is_embedding,
 }
-"""Which quantised modules are of a class, by their names: a checkpoint does not say it otherwise."""
+"""Classes of quantised modules, by the modules' names: a checkpoint does not say them otherwise."""
 
 
 @dataclasses.dataclass(frozen=True)

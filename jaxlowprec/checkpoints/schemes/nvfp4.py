@@ -30,7 +30,7 @@ LARGEST = np.float32(2688)
 
 
 def encode_scale(amax: np.float32) -> np.float32:
-    """What a tensor is multiplied by before it is cast (numerics.md 2): 2688 / amax, capped; 1 if all of it is zero."""
+    """The factor of a tensor before it is cast (numerics.md 2): 2688 / amax, capped; 1 if all of it is zero."""
     with np.errstate(divide="ignore"):
         return np.float32(1) if amax == 0 else np.minimum(LARGEST / np.float32(amax), np.float32(2.0**126))
 

@@ -174,7 +174,7 @@ def right_axes(layout: Layout) -> tuple[str, ...]:
 
 
 def unmerged(array: Any, layout: Layout, moves: Sequence[Moves], part: int) -> Iterator[Any]:
-    """What a tensor has of each leaf, unmerged: the inverse of joining and merging leaves.
+    """Splits a file's tensor back into its leaves: the inverse of joining and merging leaves.
 
     Arguments:
         array: the tensor.

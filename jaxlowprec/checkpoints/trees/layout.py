@@ -219,7 +219,7 @@ class Moves:
         return self.arranged(self.taken(leaf, counts, part), part)
 
     def arranged(self, taken: Any, part: int = 0) -> Any:
-        """What `taken` returned, with the tensor's axes, unmerged."""
+        """The array that `taken` returned, with the tensor's axes, unmerged."""
         left = tuple(axis for axis in self._left if axis != PLUS)
         inner = self._inner_join
         sizes = self.file_sizes(part) | ({self.layout.joined: sum(self.shares)} if inner else {})

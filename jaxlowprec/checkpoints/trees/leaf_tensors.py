@@ -39,7 +39,7 @@ class LeafTensors:
     Attributes:
         path: the leaf's path in its tree.
         name: the tensor's name; for a quantised kernel the name of the float weight.
-        leaf: an array, a QuantizedArray [K, N] quantised along K, or `Placed` in the tensor by a rule's layout.
+        leaf: an array, a QuantizedArray [K, N] quantised along K, or `PlacedTensor` in the tensor by a rule's layout.
         is_kernel: whether the tensor is a matrix [N, K] of a linear layer, for which the leaf is [K, N].
         scheme: the format of quantised leaves.
         dtype: the dtype that a float leaf is rounded to; None: its own.
@@ -59,9 +59,9 @@ class LeafTensors:
     dtype: Any = None
 
     @functools.cached_property
-    def placed(self) -> Placed:
+    def placed(self) -> PlacedTensor:
         """The leaf with its layout."""
-        return self.leaf if isinstance(self.leaf, Placed) else whole(self.path, self.leaf, self.is_kernel)
+        return self.leaf if isinstance(self.leaf, PlacedTensor) else whole(self.path, self.leaf, self.is_kernel)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -76,7 +76,9 @@ class LeafTensors:
     @property
     def is_quantized(self) -> bool:
         """Whether the leaf is a QuantizedArray."""
-        return isinstance(self.leaf.group.leaves[0] if isinstance(self.leaf, Placed) else self.leaf, QuantizedArray)
+        return isinstance(
+            self.leaf.group.leaves[0] if isinstance(self.leaf, PlacedTensor) else self.leaf, QuantizedArray
+        )
 
     @property
     def own_scheme(self) -> Scheme | None:
@@ -123,8 +125,8 @@ class LeafTensors:
 
 
 @dataclasses.dataclass(frozen=True)
-class Placed:
-    """What leaves hold of one tensor, as a rule's layout places it there.
+class PlacedTensor:
+    """A tensor in the leaves that hold it, as a rule's layout places it there.
 
     Attributes:
         group: the leaves and their rule.
@@ -215,11 +217,11 @@ class Placed:
         return dataclasses.replace(q, data=data, scale=scale, amax=amax, zero_point=zeros, matrix_shape=matrix, axis=-1)
 
 
-def whole(path: str, leaf: Any, is_kernel: bool) -> Placed:
+def whole(path: str, leaf: Any, is_kernel: bool) -> PlacedTensor:
     """A leaf that is a tensor by itself, without a mapping."""
     rule = Rule("kernel" if is_kernel else "leaf", "tensor")
     group = Group(rule, {}, (path,), (leaf,), (rule.moves(path, leaf),))
-    return Placed(group, group.places()[0])
+    return PlacedTensor(group, group.places()[0])
 
 
 def rounded(path: str, array: Any, dtype: np.dtype) -> Any:
@@ -262,7 +264,7 @@ def contiguous(array: np.ndarray) -> np.ndarray:
 
 
 def about(path: str, work: Callable[[], T]) -> T:
-    """What `work()` returns. Its ValueErrors get the name of the leaf.
+    """Calls `work`. Its ValueErrors get the name of the leaf.
 
     >>> about("up.kernel", lambda: int("x"))
     Traceback (most recent call last):

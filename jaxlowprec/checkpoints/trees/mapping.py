@@ -28,7 +28,7 @@ from jaxlowprec.checkpoints.files.strict_json import repeated
 from jaxlowprec.checkpoints.schemes.base import FLOATS, Scheme, as_dtype, require_scheme
 from jaxlowprec.checkpoints.trees.groups import Group, Place, groups, unmerged
 from jaxlowprec.checkpoints.trees.layout import Moves, stacked
-from jaxlowprec.checkpoints.trees.leaf_tensors import LeafTensors, Placed, about
+from jaxlowprec.checkpoints.trees.leaf_tensors import LeafTensors, PlacedTensor, about
 from jaxlowprec.checkpoints.trees.quantized_rows import columns_split, holds_expert_arrays, leaf_of_rows, rows_split
 from jaxlowprec.checkpoints.trees.rule import EXPERT, Rule, of_leaf
 from jaxlowprec.checkpoints.trees.tree_paths import leaves, rebuilt
@@ -119,7 +119,7 @@ class TreeMapping:
             rounded = None if group.rule.keeps_dtype else dtype
             kind = group.rule.is_kernel and len(group.layout.right) == 2, scheme, rounded
             for place in group.places():
-                stored.append(LeafTensors(group.path_of(place), place.name, Placed(group, place), *kind))
+                stored.append(LeafTensors(group.path_of(place), place.name, PlacedTensor(group, place), *kind))
         if twice := repeated(tensors.name for tensors in stored):
             paths = " and ".join(tensors.path for tensors in stored if tensors.name == twice)
             raise ValueError(f"to_tensors: {paths} are both called {twice}; needs one of them, stacked or not")
@@ -144,7 +144,7 @@ class TreeMapping:
         """
         require_scheme("from_tensors", scheme)
         found: dict[str, Any] = {}
-        reading = Reading(tensors, scheme)
+        reading = TensorReader(tensors, scheme)
         for group in self._groups("from_tensors", like):
             found |= reading.leaves(group) or {}
         for rule in self.rules:
@@ -172,7 +172,7 @@ def _require_tied(found: list[Group], stored: list[LeafTensors]) -> None:
         remedy = "use a mapping without tied_to (tie_word_embeddings is false), which stores both"
         if other not in made or made[other].is_quantized or hasattr(group.leaves[0], "dequantize"):
             raise ValueError(f"to_tensors: {group.path} is tied to {other}; needs a float leaf for each; {remedy}")
-        if not same_bytes(Placed(group, group.places()[0]).array(False, None), made[other].on_host()):
+        if not same_bytes(PlacedTensor(group, group.places()[0]).array(False, None), made[other].on_host()):
             raise ValueError(f"to_tensors: {group.path} differs from {made[other].path}, to which it is tied; {remedy}")
 
 
@@ -182,7 +182,7 @@ def _differences(missing: list[str], unexpected: list[str]) -> str:
 
 
 @dataclasses.dataclass
-class Reading:
+class TensorReader:
     """Reads the tensors of a checkpoint, and keeps account of them.
 
     Attributes:

@@ -147,7 +147,7 @@ def holds_expert_arrays(group: Group) -> bool:
 
 
 def columns_split(group: Group, q: QuantizedArray) -> list[QuantizedArray]:
-    """What a file's array [E, K, N] has of each leaf."""
+    """The leaves of a file's array [E, K, N], whose columns they share in turn."""
     count = len(group.moves)
     rows = q.shape[-1] // count
     return [

@@ -111,7 +111,7 @@ class Rule:
 
     @property
     def counted(self) -> tuple[str, ...]:
-        """What the name counts and the path does not: axes of the leaf."""
+        """The numbers in the name that the path lacks: axes of the leaf."""
         bound = _IN_PATH.findall(re.escape(self.paths[0]))
         return tuple(dict.fromkeys(number for number in _placeholders(self.names[0]) if number not in bound))
 
@@ -133,7 +133,7 @@ class Rule:
         return None if found is None else ", ".join(filled(name, found[1]) for name in self.names)
 
     def bound(self, path: str) -> tuple[int, dict[str, int]] | None:
-        """Which of the rule's paths a leaf has, and its numbers; None if the rule does not match it."""
+        """The index of the rule's path that a leaf has, and its numbers; None if the rule does not match it."""
         for place, pattern in enumerate(_patterns(self.paths)):
             if match := pattern.fullmatch(path):
                 return place, {name: int(number) for name, number in match.groupdict().items()}

@@ -1,4 +1,4 @@
-"""What a decoder's linears and norms have in common."""
+"""The attention of a decoder, and the parts from which it makes its linears and norms."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from jaxlowprec.models.decoder.configs.options import Latent
 INIT = nnx.initializers.normal(0.02)
 
 EPSILON = 1e-6
-"""Of the latents' norms, whatever the config says of the others."""
+"""The epsilon of the latents' norms, whatever the config says of the others."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -40,7 +40,7 @@ class LayerCache:
 
     @property
     def numbers(self) -> LayerCache:
-        """The same with keys and values as numbers."""
+        """The cache with keys and values as numbers of their dtype instead of bits."""
         if self.dtype is None:
             return self
         keys, values = (jax.lax.bitcast_convert_type(kept, jnp.dtype(self.dtype)) for kept in (self.keys, self.values))

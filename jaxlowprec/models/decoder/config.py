@@ -1,5 +1,5 @@
-"""What config.json of a Hugging Face folder says about a decoder, checked: an option that changes the model's function
-and that this decoder does not have raises an error."""
+"""The configuration of a decoder, read from config.json of a Hugging Face folder and checked: an option that changes
+the model's function and that this decoder does not have raises an error."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxlowprec.models.decoder.configs import families
-from jaxlowprec.models.decoder.configs.common import Said
+from jaxlowprec.models.decoder.configs.common import CheckedConfig
 from jaxlowprec.models.decoder.configs.options import Experts, Latent, Norms
 from jaxlowprec.models.decoder.rope import Rope
 
@@ -141,7 +141,7 @@ class DecoderConfig:
         """
         if not isinstance(content, Mapping):
             raise ValueError(f"{where}: holds {type(content).__name__}; needs a JSON object")
-        said, family = Said(content, where), content.get("model_type")
+        said, family = CheckedConfig(content, where), content.get("model_type")
         if not isinstance(family, str) or family not in _READERS:
             said.refuse("model_type", f"one of {', '.join(FAMILIES)}; other families need layers of their own")
         try:

@@ -115,7 +115,7 @@ def stops_of(who: str, stop: Any) -> tuple[int, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class Written:
-    """What was written.
+    """The generated tokens of each sequence.
 
     Attributes:
         tokens: for each sequence its new tokens; a token that ends a text is the last one.
@@ -296,8 +296,11 @@ def _merged(graph: Any, tree: Any, arrays: list[jax.Array]) -> Decoder:
 
 
 def _prefill(merged, routing: bool, arrays, cache: Cache, tokens, lengths, last, *, begin: int, span: int, ends: bool):
-    """What the head reads after each prompt that ends in this part, or its logits if all have ended; the cache with the
-    part, and with `routing` its experts."""
+    """Runs one part of the prompts.
+
+    Returns the head's input after each prompt that ends in this part, or its logits if all have ended; the cache with
+    the part; and with `routing` its experts.
+    """
     decoder, time = merged(arrays), tokens.shape[1]
     starts = jnp.full_like(lengths, begin) if begin else None
     rings = any(isinstance(layer, RingCache) for layer in cache.layers)
@@ -356,7 +359,7 @@ def _power_of_two(length: int, least: int = 1) -> int:
 
 
 def _largest(logits: jax.Array) -> jax.Array:
-    """As `jnp.argmax` over the last axis, of numbers: XLA's own loop takes eight times as long on a CPU."""
+    """`jnp.argmax` over the last axis, without NaN: XLA's own loop takes eight times as long on a CPU."""
     size = logits.shape[-1]
     smaller = logits < jnp.max(logits, axis=-1, keepdims=True)
     return jnp.min(jnp.where(smaller, size, jnp.arange(size, dtype=jnp.int32)), axis=-1)

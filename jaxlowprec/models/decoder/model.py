@@ -45,7 +45,7 @@ class Layer(nnx.Module):
         return x + self._normed(names.after_mlp, y), cache, aux
 
     def _normed(self, name: str | None, x: jax.Array) -> jax.Array:
-        """What the norm of a name gives, or x if there is none."""
+        """The result of the norm of a name, or x if there is none."""
         return x if name is None else getattr(self, name)(x)
 
 
@@ -112,7 +112,7 @@ class Decoder(nnx.Module):
         counts: jax.Array | None = None,
         tape: jlp.moe.RoutingTape | None = None,
     ) -> tuple[jax.Array, Cache | None, list[jlp.moe.MoEAux]]:
-        """What the head reads, [batch, time, width]; the cache with these tokens; the `MoEAux` of layers with experts.
+        """The head's input [batch, time, width]; the cache with these tokens; the `MoEAux` of layers with experts.
 
         Arguments:
             tokens: int32 [batch, time].

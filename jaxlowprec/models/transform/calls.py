@@ -1,6 +1,6 @@
 """Equations that contain jaxprs (jit, scan, remat, ...): how parameters pass through them, and how they are built anew.
 
-A rebuilt call gets the masters of cast and of packed parameters as further operands, and hands out those of results.
+A rebuilt call gets the masters of cast and of loaded parameters as further operands, and hands out those of results.
 """
 
 from __future__ import annotations
@@ -13,11 +13,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxlowprec.models.transform.weights import Traced, Weight, Weights, arrays_of, masters_of, part_of_stack, traced
+from jaxlowprec.models.transform.weights import (
+    TracedValue,
+    Weight,
+    Weights,
+    arrays_of,
+    masters_of,
+    part_of_stack,
+    traced,
+)
 
 Through = Callable[[Any, Weights], Any]
-"""(an open jaxpr, the parameters that its arguments are) -> following.Flow."""
-Run = Callable[[Any, Any, list[Traced]], list[Traced]]
+"""(an open jaxpr, the parameters that its arguments are) -> parameter_trace.Flow."""
+Evaluate = Callable[[Any, Any, list[TracedValue]], list[TracedValue]]
 """(an open jaxpr, its constants, its arguments) -> its results, with products changed."""
 
 
@@ -34,7 +42,7 @@ def _open(jaxpr: Any) -> tuple[Any, Any]:
     return getattr(jaxpr, "jaxpr", jaxpr), getattr(jaxpr, "consts", ())
 
 
-def _values(operands: list[Traced]) -> list[Any]:
+def _values(operands: list[TracedValue]) -> list[Any]:
     return [t.value for t in operands]
 
 
@@ -46,7 +54,7 @@ class _Call:
         self.jaxpr, self.constants = _open(eqn.params.get("jaxpr", eqn.params.get("call_jaxpr")))
 
     def accepted(self, given: list[Weight | None]) -> list[Weight | None]:
-        """The parameters among the operands that are followed through it, without packed ones where it takes none."""
+        """The parameters among the operands that are followed through it, without loaded ones where it takes none."""
         return given
 
     def flow(self, through: Through, given: list[Weight | None]) -> tuple[Weights, bool]:
@@ -58,7 +66,7 @@ class _Call:
         """The parameters that the arguments of the jaxpr are."""
         return given
 
-    def rebuilt(self, run: Run, operands: list[Traced], results: Weights) -> list[Traced]:
+    def rebuilt(self, run: Evaluate, operands: list[TracedValue], results: Weights) -> list[TracedValue]:
         """The results of the call with its products changed."""
         weights = self.inside([t.weight for t in operands])
 
@@ -75,13 +83,13 @@ class _Call:
 
 
 def _with_masters(of_values: Any, weights: Any) -> tuple[list[Any], list[Any]]:
-    """What holds for each value, and for the masters of the cast ones."""
+    """One item for each value, and again those of the weights that have a master."""
     return list(of_values), [v for v, w in zip(of_values, weights, strict=True) if w is not None and w.has_master]
 
 
-def _without_packed(given: list[Weight | None]) -> list[Weight | None]:
-    """The same without the packed ones, which enter the call as arrays."""
-    return [None if w is not None and w.packed else w for w in given]
+def _without_loaded(given: list[Weight | None]) -> list[Weight | None]:
+    """The weights, with None for loaded ones, which enter the call as arrays."""
+    return [None if w is not None and w.loaded else w for w in given]
 
 
 class _Jit(_Call):
@@ -103,7 +111,7 @@ class _Remat(_Call):
 
 class _ShardMap(_Call):
     def accepted(self, given):
-        return _without_packed(given)
+        return _without_loaded(given)
 
     def inside(self, given):
         sizes = zip(self.eqn.invars, self.jaxpr.invars, strict=True)
@@ -132,27 +140,27 @@ class _Loop(_Call):
     first: int  # the number of the first carry among the body's arguments
 
     def accepted(self, given):
-        return _without_packed(given)
+        return _without_loaded(given)
 
     def _constant(self) -> list[bool]:
-        """Which carries the body returns as it got them."""
+        """Whether the body returns each carry as it got it."""
         inner = self.jaxpr
         return [inner.invars[self.first + i] is inner.outvars[i] for i in range(self.carries)]
 
     def _arguments(self, given: list[Any], changed: Callable[[Any], Any]) -> list[Any]:
-        """What the body gets, in its first round as in any other."""
+        """The body's arguments in every round: carries that it changes are `changed`."""
         arguments = list(given)
         for i, constant in enumerate(self._constant(), start=self.first):
             arguments[i] = arguments[i] if constant else changed(arguments[i])
         return arguments
 
-    def _results(self, carries: list[Any], operands: list[Traced], others: list[Any]) -> list[Traced]:
+    def _results(self, carries: list[Any], operands: list[TracedValue], others: list[Any]) -> list[TracedValue]:
         given = operands[self.first : self.first + self.carries]
         kept = [
-            Traced(value, t.weight, t.master) if constant else Traced(value)
+            TracedValue(value, t.weight, t.master) if constant else TracedValue(value)
             for value, t, constant in zip(carries, given, self._constant(), strict=True)
         ]
-        return [*kept, *map(Traced, others)]
+        return [*kept, *map(TracedValue, others)]
 
     def flow(self, through, given):
         arguments = self._arguments(self._of_body(given), lambda _: None)
@@ -181,7 +189,7 @@ class _Scan(_Loop):
         self.sliced = self.first + self.carries  # the number of the first slice
 
     def accepted(self, given):
-        carried = _without_packed(given[self.first : self.sliced])
+        carried = _without_loaded(given[self.first : self.sliced])
         return [*given[: self.first], *carried, *given[self.sliced :]]
 
     def _pieces(self, given: list[Weight | None]) -> list[tuple[int, int, list[Weight | None]]]:
@@ -215,7 +223,7 @@ class _Scan(_Loop):
         stacks = []
         for start, stop, weights in reversed(pieces) if self.params["reverse"] else pieces:
             given = zip(operands, weights, self._given(operands, carries), strict=True)
-            arguments = [Traced(v, w, t.master if w is not None else None) for t, w, v in given]
+            arguments = [TracedValue(v, w, t.master if w is not None else None) for t, w, v in given]
             whole = (start, stop) == (0, length)
             cut = arguments if whole else self._cut(arguments, start, stop)
             carries, stacked = self._scanned(run, cut, stop - start)
@@ -225,21 +233,21 @@ class _Scan(_Loop):
         joined = [jnp.concatenate(parts) if len(parts) > 1 else parts[0] for parts in zip(*stacks, strict=True)]
         return self._results(carries, operands, joined)
 
-    def _given(self, operands: list[Traced], carries: list[Any]) -> list[Any]:
+    def _given(self, operands: list[TracedValue], carries: list[Any]) -> list[Any]:
         values = _values(operands)
         values[self.first : self.sliced] = carries
         return values
 
-    def _cut(self, arguments: list[Traced], start: int, stop: int) -> list[Traced]:
+    def _cut(self, arguments: list[TracedValue], start: int, stop: int) -> list[TracedValue]:
         """The arguments of the rounds from start to stop."""
 
         def part(stack: Any) -> Any:
             return jax.tree.map(lambda leaf: jax.lax.slice_in_dim(leaf, start, stop), stack)
 
-        slices = [Traced(part(t.value), t.weight, part(t.master)) for t in arguments[self.sliced :]]
+        slices = [TracedValue(part(t.value), t.weight, part(t.master)) for t in arguments[self.sliced :]]
         return [*arguments[: self.sliced], *slices]
 
-    def _scanned(self, run: Run, arguments: list[Traced], length: int) -> Any:
+    def _scanned(self, run: Evaluate, arguments: list[TracedValue], length: int) -> Any:
         """One scan: the last carries, and the stacked results."""
         constants, carried, sliced = (
             arguments[: self.first],
@@ -249,7 +257,7 @@ class _Scan(_Loop):
         weights = [t.weight for t in sliced]
 
         def body(carries: list[Any], slices: Any) -> Any:
-            now = [Traced(v, t.weight, t.master) for v, t in zip(carries, carried, strict=True)]
+            now = [TracedValue(v, t.weight, t.master) for v, t in zip(carries, carried, strict=True)]
             out = run(self.jaxpr, self.constants, [*constants, *now, *traced(slices[0], weights, slices[1])])
             arrays = arrays_of(out, self.jaxpr.outvars)
             return arrays[: self.carries], arrays[self.carries :]
@@ -271,15 +279,15 @@ class _While(_Loop):
 
     def rebuilt(self, run, operands, results):
         condition, constants = _open(self.params["cond_jaxpr"])
-        given = [Traced(t.value) for t in operands[: self.of_condition]]
-        operands = self._arguments(self._of_body(operands), lambda t: Traced(t.value))
+        given = [TracedValue(t.value) for t in operands[: self.of_condition]]
+        operands = self._arguments(self._of_body(operands), lambda t: TracedValue(t.value))
         carried = operands[self.first :]
 
         def go_on(carries: list[Any]) -> Any:
-            return run(condition, constants, [*given, *map(Traced, carries)])[0].value
+            return run(condition, constants, [*given, *map(TracedValue, carries)])[0].value
 
         def body(carries: list[Any]) -> list[Any]:
-            carried_now = [Traced(v, t.weight, t.master) for v, t in zip(carries, carried, strict=True)]
+            carried_now = [TracedValue(v, t.weight, t.master) for v, t in zip(carries, carried, strict=True)]
             return _values(run(self.jaxpr, self.constants, [*operands[: self.first], *carried_now]))
 
         return self._results(jax.lax.while_loop(go_on, body, _values(carried)), operands, [])
@@ -293,7 +301,7 @@ class _Cond(_Call):
         self.branches = [_open(branch) for branch in eqn.params["branches"]]
 
     def accepted(self, given):
-        return _without_packed(given)
+        return _without_loaded(given)
 
     def flow(self, through, given):
         flows = [through(jaxpr, tuple(given[1:])) for jaxpr, _ in self.branches]
@@ -310,10 +318,10 @@ class _Cond(_Call):
         arguments = _values(given), masters_of(given)
         platforms = self.params.get("branches_platforms")
         if platforms is None:
-            return [*map(Traced, jax.lax.switch(index.value, functions, *arguments))]
+            return [*map(TracedValue, jax.lax.switch(index.value, functions, *arguments))]
         by_platform = {name: f for names, f in zip(platforms, functions, strict=True) for name in names or ("default",)}
         default = by_platform.pop("default", None)
-        return [*map(Traced, jax.lax.platform_dependent(*arguments, default=default, **by_platform))]
+        return [*map(TracedValue, jax.lax.platform_dependent(*arguments, default=default, **by_platform))]
 
 
 _KINDS: dict[str, type[_Call]] = {

@@ -11,61 +11,63 @@ import jax
 from jax.extend.core import DebugInfo, Jaxpr
 
 from jaxlowprec.models.transform import calls
-from jaxlowprec.models.transform.following import Following
-from jaxlowprec.models.transform.products import Product, multiply, packed_kernel
-from jaxlowprec.models.transform.weights import Traced, array_of, arrays_of, is_packed, moved_master
+from jaxlowprec.models.transform.parameter_trace import ParameterTrace
+from jaxlowprec.models.transform.products import Product, loaded_kernel, multiply
+from jaxlowprec.models.transform.weights import TracedValue, array_of, arrays_of, is_loaded, moved_master
 
 States = Mapping[str, Any]
 _DEBUG_INFO = DebugInfo("quantize_matmuls", "an equation", None, None)
 
 
-def evaluate(following: Following, states: States, jaxpr: Any, constants: Any, arguments: list[Traced]) -> list[Traced]:
+def evaluate(
+    trace: ParameterTrace, states: States, jaxpr: Any, constants: Any, arguments: list[TracedValue]
+) -> list[TracedValue]:
     """The results of an open jaxpr.
 
     Arguments:
         states: the states of delayed scaling, by the layers' names.
     """
-    flow = following.through(jaxpr, tuple(t.weight for t in arguments))
-    known: dict[Any, Traced] = dict(zip(jaxpr.constvars, map(Traced, constants), strict=True))
+    flow = trace.through(jaxpr, tuple(t.weight for t in arguments))
+    known: dict[Any, TracedValue] = dict(zip(jaxpr.constvars, map(TracedValue, constants), strict=True))
     known |= zip(jaxpr.invars, arguments, strict=True)
 
-    def read(atom: Any) -> Traced:
-        return Traced(atom.val) if hasattr(atom, "val") else known[atom]
+    def read(atom: Any) -> TracedValue:
+        return TracedValue(atom.val) if hasattr(atom, "val") else known[atom]
 
     for number, eqn in enumerate(jaxpr.eqns):
         operands = [read(v) for v in eqn.invars]
         step = flow.steps.get(number)
         call = calls.of(eqn)
         if step is None:
-            results = [*map(Traced, _as_it_is(eqn, [t.value for t in operands]))]
+            results = [*map(TracedValue, _as_it_is(eqn, [t.value for t in operands]))]
         elif step.product is not None and (master := _master(eqn, step.product, operands)) is not None:
             name, values = step.product.weight.name, [t.value for t in operands]
-            recipe = following.recipe_at(name)
+            recipe = trace.recipe_at(name)
             with _scope_of(eqn):
-                results = [Traced(multiply(eqn, step.product, values, master, recipe, states.get(name)))]
+                results = [TracedValue(multiply(eqn, step.product, values, master, recipe, states.get(name)))]
         elif call is not None and (step.changes or any(w is not None and w.has_master for w in step.results)):
             accepted = call.accepted([t.weight for t in operands])
             operands = [
-                t if t.weight is None or w is not None else Traced(array_of(t, v))
+                t if t.weight is None or w is not None else TracedValue(array_of(t, v))
                 for t, w, v in zip(operands, accepted, eqn.invars, strict=True)
             ]
             with _scope_of(eqn):
-                results = call.rebuilt(functools.partial(evaluate, following, states), operands, step.results)
+                results = call.rebuilt(functools.partial(evaluate, trace, states), operands, step.results)
         else:
             results = _moved(eqn, operands, step.results)
         known |= zip(eqn.outvars, results, strict=True)
     return [read(v) for v in jaxpr.outvars]
 
 
-def _master(eqn: Any, product: Product, operands: list[Traced]) -> Any:
+def _master(eqn: Any, product: Product, operands: list[TracedValue]) -> Any:
     """The parameter that a product is computed from under its recipe; None if the product takes it as an array."""
     master = operands[product.side].master
-    return packed_kernel(eqn, product, master) if is_packed(master) else master
+    return loaded_kernel(eqn, product, master) if is_loaded(master) else master
 
 
-def _moved(eqn: Any, operands: list[Traced], weights: Any) -> list[Traced]:
+def _moved(eqn: Any, operands: list[TracedValue], weights: Any) -> list[TracedValue]:
     """The results of an equation without a changed product, with their masters."""
-    if weights and all(weight is not None and weight.packed for weight in weights):
+    if weights and all(weight is not None and weight.loaded for weight in weights):
         values, results = [t.value for t in operands], [None] * len(weights)
     else:
         values = arrays_of(operands, eqn.invars)
@@ -75,7 +77,7 @@ def _moved(eqn: Any, operands: list[Traced], weights: Any) -> list[Traced]:
         master = value
         if weight is not None and weight.has_master:
             master = moved_master(eqn, number, operands, values)
-        moved.append(Traced(value, weight, master if weight is not None else None))
+        moved.append(TracedValue(value, weight, master if weight is not None else None))
     return moved
 
 

@@ -9,20 +9,20 @@ import jax
 
 
 @jax.tree_util.register_pytree_with_keys_class
-class Opened:
+class ModuleTree:
     """An NNX module as a tree of its arrays, by their paths."""
 
     def __init__(self, graph: Any, state: Any):
         self.graph, self.state = graph, state
 
     def tree_flatten_with_keys(self) -> Any:
-        """Its arrays and their paths, and what is static."""
+        """The module's arrays with their paths, and its static part."""
         leaves, structure = jax.tree_util.tree_flatten_with_path(self.state)
         keys = [(jax.tree_util.GetAttrKey(jax.tree_util.keystr(p, simple=True, separator="/")), v) for p, v in leaves]
         return keys, (self.graph, structure)
 
     @classmethod
-    def tree_unflatten(cls, static: Any, leaves: Any) -> Opened:
+    def tree_unflatten(cls, static: Any, leaves: Any) -> ModuleTree:
         """The inverse."""
         return cls(static[0], jax.tree.unflatten(static[1], leaves))
 
@@ -38,7 +38,7 @@ def opened(tree: Any) -> tuple[Any, list[Any]]:
         if not isinstance(node, nnx.Module):
             return node
         modules.append(node)
-        return Opened(*nnx.split(node))
+        return ModuleTree(*nnx.split(node))
 
     return jax.tree.map(one, tree, is_leaf=lambda node: isinstance(node, nnx.Module)), modules
 
@@ -50,17 +50,17 @@ def closed(tree: Any) -> tuple[Any, list[tuple[Any, dict[Any, Any]]]]:
     nnx: Any = sys.modules.get("flax.nnx")
 
     def one(node: Any) -> Any:
-        if not isinstance(node, Opened):
+        if not isinstance(node, ModuleTree):
             return node
         arrays = {path: variable.get_value() for path, variable in nnx.to_flat_state(node.state)}
         made.append((nnx.merge(node.graph, node.state), arrays))
         return made[-1][0]
 
-    return jax.tree.map(one, tree, is_leaf=lambda node: isinstance(node, Opened)), made
+    return jax.tree.map(one, tree, is_leaf=lambda node: isinstance(node, ModuleTree)), made
 
 
 def changes(made: list[tuple[Any, dict[Any, Any]]]) -> list[Any]:
-    """What a function changed of its modules: for each the state of the variables whose arrays are other ones now.
+    """Changes that a function made to its modules: for each the state of the variables whose arrays are other ones now.
 
     Raises:
         ValueError: the function gave a module other variables.

@@ -47,7 +47,7 @@ def why_no_product(eqn: Any, weights: list[Weight | None]) -> str:
         return "the parameter is the input of a convolution"
     if reason := windows_of(eqn).reason:
         return reason
-    if weights[1].packed:
+    if weights[1].loaded:
         return "a convolution takes the parameter as an array"
     features_out = eqn.params["dimension_numbers"].rhs_spec[0]
     if eqn.invars[1].aval.shape[features_out] == 1:
@@ -102,8 +102,8 @@ class Product:
     axis: int | None = None
 
     @property
-    def packed_axis(self) -> int | None:
-        """The axis of a packed parameter that it contracts: it is multiplied from its codes if quantised along that."""
+    def loaded_axis(self) -> int | None:
+        """The axis of a loaded parameter that it contracts: it is multiplied from its codes if quantised along that."""
         return self.axis if self.axis is None or not self.weight.turned else -3 - self.axis
 
 
@@ -176,7 +176,7 @@ def _why_no_floats(eqn: Any) -> str:
     return "" if odd is None else f"it has {odd} operands; needs bfloat16, float16 or float32"
 
 
-def packed_kernel(eqn: Any, product: Product, master: Any) -> Any:
+def loaded_kernel(eqn: Any, product: Product, master: Any) -> Any:
     """A quantised or adapted parameter as a product takes it; None if this one needs its array.
 
     A quantised one has to be contracted along the axis that it is quantised along, its last or second last.
@@ -233,7 +233,7 @@ def multiply(eqn: Any, product: Product, operands: list[Any], master: Any, recip
     x, other = operands[1 - product.side], 1 - product.side
     # Contracted axes in the input's order, as `einsum` and the layers have them: it decides what a block is.
     pairs = sorted(zip(contract[other], contract[product.side], strict=True))
-    if is_quantized(master):  # as `packed_kernel` has turned it
+    if is_quantized(master):  # as `loaded_kernel` has turned it
         pairs = [(pairs[0][0], master.ndim - 2)]
     dims: Any = (tuple(zip(*pairs, strict=True)), (batch[other], batch[product.side]))
     batches, x_free = len(batch[0]), x.ndim - len(batch[0]) - len(pairs)

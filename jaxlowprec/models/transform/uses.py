@@ -1,4 +1,4 @@
-"""What the result of a product is used for, which tells routers and heads where names cannot."""
+"""The use of a product's result, which identifies routers and heads where names cannot."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Uses:
         self._through(jaxpr, [_NONE] * len(jaxpr.invars))
 
     def of(self, product: Product, name: str, vocabulary: int) -> Use:
-        """What one of the products is, by its use, and by the name of one of its parameters where that is not enough.
+        """The use of one of the products; the name of one of its parameters decides where the trace does not.
 
         Arguments:
             vocabulary: the length of the longest table in which the function looks rows up, or 0.

@@ -1,4 +1,4 @@
-"""Which values of a traced function are parameters, perhaps moved, cut or cast."""
+"""Values of a traced function that are parameters, perhaps moved, cut or cast."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ _LAYOUT = {
 _SCALING = {"mul", "div"}
 # Primitives that hand on each operand as the result of the same number.
 _EACH = {"device_put", "optimization_barrier", "pvary"}
-# Layout primitives that leave a packed parameter packed, beside the transposition of its matrices.
-_KEEP_PACKED = {"convert_element_type", "copy", "name", "stop_gradient"}
+# Layout primitives that leave a loaded parameter loaded, beside the transposition of its matrices.
+_KEEP_LOADED = {"convert_element_type", "copy", "name", "stop_gradient"}
 # Layout primitives that leave a stack a stack, beside those that `_of_stack` looks at.
-_KEEP_STACKS = _KEEP_PACKED | _EACH | _SCALING | {"reshard", "sharding_constraint"}
+_KEEP_STACKS = _KEEP_LOADED | _EACH | _SCALING | {"reshard", "sharding_constraint"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Weight:
             and cut in the same way.
         ends: of a stack of layers that no scan has taken apart yet: how many of the first and of the last layers stay
             in high precision; None otherwise.
-        packed: the parameter is a QuantizedArray or has an adapter. Then it is its own master, and the value that the
+        loaded: the parameter is a QuantizedArray or has an adapter. Then it is its own master, and the value that the
             function sees is made only where it is needed.
         shard: the value is a device's part, within `shard_map`.
         parts: the parameters that the value was joined from; name and leaf are those of the first. () of a single one.
@@ -62,14 +62,14 @@ class Weight:
             says something else, from 0 to the number of parts; None of any other value.
         in_turn: the value is one of its parts in each round of a scan.
         computed: the primitive by which the value was computed from parameters alone; "" if they were only moved.
-        turned: a packed parameter's last two axes are swapped.
+        turned: a loaded parameter's last two axes are swapped.
     """
 
     name: str
     leaf: int
     cast: bool = False
     ends: tuple[int, int] | None = None
-    packed: bool = False
+    loaded: bool = False
     shard: bool = False
     parts: tuple[Weight, ...] = ()
     cuts: tuple[int, ...] | None = None
@@ -80,7 +80,7 @@ class Weight:
     @property
     def has_master(self) -> bool:
         """Whether a master goes with the value."""
-        return (self.cast or self.packed) and not self.computed
+        return (self.cast or self.loaded) and not self.computed
 
     @property
     def groups(self) -> list[tuple[Weight, ...]]:
@@ -114,7 +114,7 @@ def is_matrix(aval: Any) -> bool:
 
 
 def moved(eqn: Any, weights: list[Weight | None]) -> list[Weight | None] | None:
-    """What the results of an equation that only moves, cuts or casts its operands are; None for any other equation."""
+    """The weights that are results of an equation that only moves, cuts or casts its operands; None for others."""
     name = eqn.primitive.name
     if name in _EACH and len(eqn.invars) == len(eqn.outvars):
         return list(weights)
@@ -132,11 +132,11 @@ def moved(eqn: Any, weights: list[Weight | None]) -> list[Weight | None] | None:
         return [None]
     if name == "gather" and not (is_matrix(before) and eqn.invars[1].aval.ndim == 1):  # several rows of an embedding
         return [None]
-    if weight.packed and not (name in _KEEP_PACKED or _swaps_the_last_two(eqn)):
+    if weight.loaded and not (name in _KEEP_LOADED or _swaps_the_last_two(eqn)):
         return [None]
     if name == "convert_element_type":
         return [dataclasses.replace(weight, cast=True)]
-    if weight.packed and name == "transpose":
+    if weight.loaded and name == "transpose":
         return [dataclasses.replace(weight, turned=not weight.turned)]
     return [_of_stack(eqn, weight)]
 
@@ -146,7 +146,7 @@ def _scaled(eqn: Any, weights: list[Weight | None]) -> Weight | None:
     at = source(eqn, 0)
     weight = weights[at]
     scales = eqn.invars[1 - at].aval.ndim == 0 and (eqn.primitive.name == "mul" or at == 0)
-    return weight if scales and weight is not None and not weight.packed else None
+    return weight if scales and weight is not None and not weight.loaded else None
 
 
 def _swaps_the_last_two(eqn: Any) -> bool:
@@ -161,7 +161,7 @@ def _cut(weight: Weight | None, before: Any, after: Any) -> Weight | None:
 
 
 def _split(eqn: Any, weight: Weight | None) -> list[Weight | None]:
-    """What the results of a split are."""
+    """The weights that are results of a split."""
     found, start = [], 0
     for size, result in zip(eqn.params["sizes"], eqn.outvars, strict=True):
         part = _cut(weight, eqn.invars[0].aval, result.aval)
@@ -173,7 +173,7 @@ def _split(eqn: Any, weight: Weight | None) -> list[Weight | None]:
 
 
 def _of_stack(eqn: Any, weight: Weight) -> Weight:
-    """What a layout primitive makes of a stack of parameters: the same stack, a part of it, or only their array."""
+    """The result of a layout primitive on a stack of parameters: the stack, a part of it, or only their array."""
     if weight.cuts is None or eqn.primitive.name in _KEEP_STACKS:
         return weight
     before, after, params = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape, eqn.params
@@ -190,7 +190,7 @@ def _of_stack(eqn: Any, weight: Weight) -> Weight:
 
 
 def part_of_stack(weight: Weight, start: int, stop: int) -> Weight:
-    """What a stack is from one of its parts to another; the part itself if it is one alone."""
+    """The stack of the parts from `start` to `stop`; the part itself if it is only one."""
     if stop - start == len(weight.parts):
         return weight
     if stop - start == 1:
@@ -216,11 +216,11 @@ def source(eqn: Any, number: int) -> int:
 
 
 @dataclasses.dataclass(frozen=True)
-class Traced:
+class TracedValue:
     """A value of the function.
 
     Attributes:
-        value: the value; None for a packed parameter, see `array_of`.
+        value: the value; None for a loaded parameter, see `array_of`.
         weight: the parameter that it is, or None.
         master: that parameter in its own dtype, moved and cut as the value is; the value itself if it was not cast.
     """
@@ -230,39 +230,39 @@ class Traced:
     master: Any = None
 
 
-def traced(values: Any, weights: Any, masters: Any) -> list[Traced]:
-    """Values with the parameters that they are. `masters` has those of the cast and the packed ones, in order."""
+def traced(values: Any, weights: Any, masters: Any) -> list[TracedValue]:
+    """Values with the parameters that they are. `masters` has those of the cast and the loaded ones, in order."""
     left = iter(masters)
     return [
-        Traced(value, weight, None if weight is None else next(left) if weight.has_master else value)
+        TracedValue(value, weight, None if weight is None else next(left) if weight.has_master else value)
         for value, weight in zip(values, weights, strict=True)
     ]
 
 
-def masters_of(values: list[Traced]) -> list[Any]:
-    """The masters of the cast and of the packed ones, in order."""
+def masters_of(values: list[TracedValue]) -> list[Any]:
+    """The masters of the cast and of the loaded ones, in order."""
     return [t.master for t in values if t.weight is not None and t.weight.has_master]
 
 
-def is_packed(master: Any) -> bool:
+def is_loaded(master: Any) -> bool:
     """Whether a parameter is quantised, or has an adapter."""
     return isinstance(master, QuantizedArray | LoRAKernel)
 
 
-def array_of(t: Traced, variable: Any) -> Any:
-    """The value that a variable of the function has; a packed parameter is decoded, and its adapter added."""
+def array_of(t: TracedValue, variable: Any) -> Any:
+    """The value that a variable of the function has; a loaded parameter is decoded, and its adapter added."""
     if t.value is not None or t.master is None:
         return t.value
     dense = t.master.merged() if isinstance(t.master, LoRAKernel) else t.master.dequantize()
     return dense.astype(variable.aval.dtype)
 
 
-def arrays_of(values: list[Traced], variables: Any) -> list[Any]:
+def arrays_of(values: list[TracedValue], variables: Any) -> list[Any]:
     """See `array_of`."""
     return [array_of(t, v) for t, v in zip(values, variables, strict=True)]
 
 
-def moved_master(eqn: Any, number: int, operands: list[Traced], values: list[Any]) -> Any:
+def moved_master(eqn: Any, number: int, operands: list[TracedValue], values: list[Any]) -> Any:
     """The master of an equation's result of that number, made of its operands' masters; these keep their dtype.
 
     Arguments:
@@ -271,7 +271,7 @@ def moved_master(eqn: Any, number: int, operands: list[Traced], values: list[Any
     master = operands[source(eqn, number)].master
     if eqn.primitive.name in ("convert_element_type", "optimization_barrier"):
         return master
-    if is_packed(master):
+    if is_loaded(master):
         return master.mT if eqn.primitive.name == "transpose" else master
     dtype = jnp.result_type(*(t.master.dtype for t in operands if t.weight is not None))
     given = [value if t.weight is None else t.master for t, value in zip(operands, values, strict=True)]

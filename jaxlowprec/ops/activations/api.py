@@ -202,12 +202,12 @@ def activation_gradients(
     amaxes: Amaxes | None,
     implementation: Implementation = None,
     *,
-    sums: bool = False,
+    row_sums: bool = False,
 ) -> tuple[list[jax.Array], list[list[jax.Array]], list[jax.Array]]:
-    """The gradient of each operand; the wanted amaxes of each gradient, see `activated`; and, if `sums`, its sum over
-    rows, float32 [..., C], which is the gradient of a bias that the operand had."""
+    """The gradient of each operand; the wanted amaxes of each gradient, see `activated`; and, if `row_sums`, its sum
+    over rows, float32 [..., C], which is the gradient of a bias that the operand had."""
     amaxes = (amaxes or NO_AMAXES).of_rows(dy.shape[-2])
-    results = activation_gradient_op(kind, implementation, amaxes, sums)(*wiring.align_varying(dy, *operands))
+    results = activation_gradient_op(kind, implementation, amaxes, row_sums)(*wiring.align_varying(dy, *operands))
     count, each = len(operands), amaxes.count
     gradients, found = list(results[:count]), list(results[count:])
     return gradients, [found[i * each : (i + 1) * each] for i in range(count)], found[count * each :]

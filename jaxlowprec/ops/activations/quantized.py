@@ -14,7 +14,7 @@ from jaxlowprec import wiring
 from jaxlowprec.arrays.quantized_array import QuantizedArray
 from jaxlowprec.ops import scale_order
 from jaxlowprec.ops.activations import reference
-from jaxlowprec.ops.activations.reference import RULES
+from jaxlowprec.ops.activations.reference import NAMED_ACTIVATIONS
 from jaxlowprec.ops.checks import Implementation, choose
 from jaxlowprec.ops.quantize import op as quantize
 from jaxlowprec.ops.quantize.op import QuantizeSpec, quantized_arrays, random_operands, spec_of
@@ -94,7 +94,7 @@ def activation_quantize_op(kind: str, quantized: QuantizeSpec, implementation: I
     def run_reference(*operands):
         return [reference.activation(kind, *operands)]
 
-    counts = 1 + RULES[kind].gated, 1
+    counts = 1 + NAMED_ACTIVATIONS[kind].gated, 1
     return _define("jaxlowprec_activation_quantize", kind, quantized, counts, run_reference, implementation)
 
 
@@ -103,7 +103,7 @@ def activation_gradient_quantize_op(kind: str, quantized: QuantizeSpec, implemen
     """The operands of `activation_gradient_op` -> the results of `quantize_op` for the gradient of x and, if it is
     gated, for that of up. `quantized` is of a format without a tensor scale, and to nearest."""
     run_reference = functools.partial(reference.activation_gradient, kind)
-    counts = 2 + RULES[kind].gated, 1 + RULES[kind].gated
+    counts = 2 + NAMED_ACTIVATIONS[kind].gated, 1 + NAMED_ACTIVATIONS[kind].gated
     name = "jaxlowprec_activation_gradient_quantize"
     return _define(name, kind, quantized, counts, run_reference, implementation)
 
@@ -148,7 +148,11 @@ def _define(
     def run_native(x, *rest, column_major=False):
         found = [jax.ShapeDtypeStruct(*result) for result in quantize.shapes(of_matrix, x)] * results
         layouts = scale_order.layouts(found, column_major)
-        attributes = {"kind": RULES[kind].name, "gated": RULES[kind].gated, **quantized.attributes(column_major)}
+        attributes = {
+            "kind": NAMED_ACTIVATIONS[kind].name,
+            "gated": NAMED_ACTIVATIONS[kind].gated,
+            **quantized.attributes(column_major),
+        }
         return jax.ffi.ffi_call(name, found, output_layouts=layouts)(x, *rest, **attributes)
 
     def run_on_gpu(*args):

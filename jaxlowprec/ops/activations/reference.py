@@ -73,8 +73,8 @@ def relu_squared_with_derivative(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     return positive * positive, positive * jnp.float32(2.0)
 
 
-class Rule(NamedTuple):
-    """An activation.
+class NamedActivation(NamedTuple):
+    """An activation with defined bits.
 
     Attributes:
         name: the kernels'.
@@ -89,24 +89,24 @@ class Rule(NamedTuple):
     gated: bool = False
 
 
-RULES = {
-    "gelu": Rule("gelu", gelu, gelu_with_derivative),
-    "silu": Rule("silu", silu, silu_with_derivative),
-    "relu_squared": Rule("relu_squared", relu_squared, relu_squared_with_derivative),
-    "geglu": Rule("gelu", gelu, gelu_with_derivative, gated=True),
-    "swiglu": Rule("silu", silu, silu_with_derivative, gated=True),
+NAMED_ACTIVATIONS = {
+    "gelu": NamedActivation("gelu", gelu, gelu_with_derivative),
+    "silu": NamedActivation("silu", silu, silu_with_derivative),
+    "relu_squared": NamedActivation("relu_squared", relu_squared, relu_squared_with_derivative),
+    "geglu": NamedActivation("gelu", gelu, gelu_with_derivative, gated=True),
+    "swiglu": NamedActivation("silu", silu, silu_with_derivative, gated=True),
 }
 
 
 def activation(kind: str, x: jax.Array, up: jax.Array | None = None) -> jax.Array:
     """The activation of x, times `up` if it is gated, rounded once to x's dtype."""
-    y = RULES[kind].value(widened(x))
+    y = NAMED_ACTIVATIONS[kind].value(widened(x))
     return (y if up is None else y * widened(up)).astype(x.dtype)
 
 
 def activation_gradient(kind: str, dy: jax.Array, x: jax.Array, up: jax.Array | None = None) -> list[jax.Array]:
     """The gradient of x and, if it is gated, of `up`, rounded once to x's dtype."""
-    value, derivative = RULES[kind].with_derivative(widened(x))
+    value, derivative = NAMED_ACTIVATIONS[kind].with_derivative(widened(x))
     dy = widened(dy)
     if up is None:
         return [(dy * derivative).astype(x.dtype)]

@@ -1,4 +1,4 @@
-"""Where groups of rows lie, from sizes that only the device knows.
+"""The places of groups of rows, from sizes that only the device knows.
 
     group e   rows [start(e), start(e) + count(e)), one group after the other; rows after the last are in no group
     slot      `block` rows of one group, from its first row on; group e's begin at slot e + start(e) // block

@@ -236,7 +236,7 @@ def _mask(hadamard: Hadamard | None) -> np.int32:
 
 
 def amax(plain: bool, hadamard: Hadamard | None, x: jax.Array, sizes: jax.Array) -> list[jax.Array]:
-    """As `reference.amax`."""
+    """The amaxes of each group's rows, as `reference.amax` gives them, by the kernel."""
     slots = Slots.of(Groups.of(sizes, x.shape[0]), TILE)
     found = amax_op.native_call(Amaxes(plain, hadamard), slots.take(x, TILE), vmap_method="expand_dims")
     return [largest_of(of_slots, slots.group, sizes.shape[0]) for of_slots in found]

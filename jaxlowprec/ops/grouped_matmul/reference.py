@@ -81,7 +81,7 @@ def quantize_columnwise(
     eden: bool = False,
     encode_scale_given: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """As `quantize_rowwise` along the rows: packed codes [C, slots * bytes], 8-bit ones [C, T], scales [C, slots]."""
+    """Groups quantised along their rows: packed codes [C, slots * bytes], 8-bit ones [C, T], scales [C, slots]."""
     block = max(fmt.length, BLOCK)  # at least a sixteen of random bytes
     groups = Groups.of(sizes, x.shape[0])
     slots = Slots.of(groups, block)

@@ -118,7 +118,7 @@ class Norm(NamedTuple):
         return y.reshape(self.x.shape), total[0].reshape(self.x.shape) if total else None
 
     def result(self) -> Any:
-        """What `rms_norm` and `layer_norm` return: the normed rows; with a residual a pair of them and the sum."""
+        """The result of `rms_norm` and `layer_norm`: the normed rows; with a residual a pair of them and the sum."""
         y, total = self.alone()
         return y if total is None else (y, total)
 
@@ -210,7 +210,7 @@ def normed(
     weight: jax.Array,
     residual: jax.Array | None = None,
     beta: jax.Array | None = None,
-) -> Normed:
+) -> NormResult:
     """The norm, and the amaxes of it that the spec wants, without a pass over it and without a derivative: for linears,
     which call this inside of their own.
 
@@ -228,11 +228,11 @@ def normed(
     results = norm_op(dataclasses.replace(spec, amaxes=amaxes))(*rows, *parameters)
     count = len(rows)
     total = None if residual is None else results[1]
-    return Normed(results[0], total, results[count : count + spec.saved], list(results[count + spec.saved :]))
+    return NormResult(results[0], total, results[count : count + spec.saved], list(results[count + spec.saved :]))
 
 
-class Normed(NamedTuple):
-    """What `normed` returns.
+class NormResult(NamedTuple):
+    """The results of `normed`.
 
     Attributes:
         y: the normed rows.

@@ -48,12 +48,12 @@ class NormSpec:
 
     @property
     def attributes(self) -> dict[str, bool]:
-        """For a native call of the norm or its gradient."""
+        """Attributes of a native call of the norm or its gradient."""
         return {"layer": self.kind == "layer", "residual": self.residual}
 
     @property
     def parameters(self) -> dict[str, Any]:
-        """Further ones of the norm."""
+        """Further attributes of the norm's call."""
         return {"beta": self.beta, "epsilon": np.float32(self.epsilon)}
 
 
@@ -76,7 +76,7 @@ def reference_call(spec: NormSpec, x: jax.Array, *rest: jax.Array) -> list[jax.A
 
 
 def native_call(spec: NormSpec, amaxes: Amaxes, x: jax.Array, *rest: jax.Array) -> Sequence[Any]:
-    """The same by the kernel, and the amaxes of the normed rows."""
+    """The results of `reference_call` by the native kernel, and the amaxes of the normed rows."""
     results = [jax.ShapeDtypeStruct(*result) for result in shapes(spec, x) + amaxes.outputs(x)]
     attributes = {**spec.attributes, **spec.parameters, **amaxes.attributes}
     return jax.ffi.ffi_call("jaxlowprec_norm", results)(x, *rest, **attributes)

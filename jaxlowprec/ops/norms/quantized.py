@@ -22,7 +22,7 @@ from jaxlowprec.ops.split_rows import merged_rows
 
 
 class QuantizedNorm(NamedTuple):
-    """What `quantized_norm` returns.
+    """The results of `quantized_norm`.
 
     Attributes:
         rowwise, columnwise: the norm, quantised; None where it is not wanted.
@@ -139,6 +139,6 @@ def norm_quantize_op(spec: NormSpec, quantized: QuantizeSpec):
     )
 
 
-def _axis(rule: quantize.Rule) -> list[str]:
+def _axis(rule: quantize.ShardingParts) -> list[str]:
     """The features: rows stay whole on one device."""
     return [rule.columns.strip("()").split()[0]]

@@ -33,7 +33,7 @@ def row_means(x: jax.Array) -> jax.Array:
 
 
 def weights(gamma: jax.Array, zero_centered: bool) -> jax.Array:
-    """What normalised rows are multiplied by, float32: gamma, or 1 + gamma."""
+    """The factors of normalised rows, float32: gamma, or 1 + gamma."""
     gamma = gamma.astype(jnp.float32)
     return jnp.float32(1) + gamma if zero_centered else gamma
 

@@ -61,7 +61,7 @@ class QuantizeSpec:
         return self.rowwise + self.columnwise
 
     def attributes(self, column_major: bool = False) -> dict[str, Any]:
-        """For a native call. `column_major`: it writes scales in that order."""
+        """Attributes of a native call. `column_major`: it writes scales in that order."""
         return {
             "format": scale_order.attributes(self.format, column_major),
             "rowwise": self.rowwise,
@@ -86,7 +86,7 @@ def unit(fmt: Format, quantized: bool, stochastic: bool) -> int:
     return max(fmt.length if quantized or fmt.tiles else 1, BLOCK if quantized and stochastic else 1)
 
 
-class Rule(NamedTuple):
+class ShardingParts(NamedTuple):
     """How a quantisation shards: the parts of its `wiring.ShardingRule`.
 
     Attributes:
@@ -105,8 +105,10 @@ class Rule(NamedTuple):
     def of_op(
         self, operands: list[str], results: list[str], whole: Sequence[str] = (), reductions: Sequence[str] = ()
     ) -> wiring.ShardingRule:
-        """That of an op which has those operands and results before the quantisation's, further whole factors, and
-        reductions."""
+        """The sharding rule of an op with these operands and results before those of the quantisation.
+
+        `whole`, `reductions`: further ones.
+        """
         text = f"{', '.join([*operands, *self.operands])} -> {', '.join([*results, *self.results])}"
         used = re.findall(r"\w+", text)
         sizes: dict[str, Any] = {f: n for f, n in self.sizes.items() if f in used}
@@ -114,7 +116,7 @@ class Rule(NamedTuple):
         return wiring.ShardingRule(text, reductions, [f for f in factors if f in used], **sizes)
 
 
-def rule_of(spec: QuantizeSpec) -> Rule:
+def rule_of(spec: QuantizeSpec) -> ShardingParts:
     """x is [..., R, C]. An axis that blocks run along splits into whole blocks, or not at all where it is ragged."""
     fmt = spec.format
     whole: list[str] = []
@@ -151,7 +153,7 @@ def rule_of(spec: QuantizeSpec) -> Rule:
     if spec.columnwise:
         operands += [column, f"{s}{row_sixteens}"] * spec.stochastic
         results += [f"... {s}{column} {row_codes}", scales(column, column_blocks, row_blocks)]
-    return Rule(f"... {s}{row}", column, operands, results, whole, sizes | {"w": 2})
+    return ShardingParts(f"... {s}{row}", column, operands, results, whole, sizes | {"w": 2})
 
 
 @functools.cache
@@ -209,7 +211,7 @@ def native_call(
 
 
 def reference_call(spec: QuantizeSpec, x: jax.Array, *operands: jax.Array) -> list[jax.Array]:
-    """As `native_call`, in pure JAX."""
+    """The results of `native_call`, in pure JAX."""
     tensors, random = operands[: spec.tensors], operands[spec.tensors :]
     out: list[jax.Array] = []
     for i in range(spec.directions):
@@ -353,7 +355,7 @@ def quantized_array(
     like: tuple[tuple[int, ...], Any],
     along: tuple[int, Hadamard | None, jax.Array | None],
 ) -> QuantizedArray:
-    """From the op's results for a direction; per-tensor numbers are broadcast to every slice.
+    """The QuantizedArray of one direction, from the op's results; per-tensor numbers are broadcast to every slice.
 
     Arguments:
         tensor: its amax or encode scale, if there is one.
@@ -373,7 +375,7 @@ def quantized_array(
 def quantized_arrays(
     results: Sequence[jax.Array], tensors: Sequence[jax.Array], spec: QuantizeSpec, like: Any
 ) -> list[QuantizedArray]:
-    """From all results of the op: those of each direction that the spec wants, rotated as it says.
+    """The QuantizedArray of each direction that the spec wants, from all results of the op, rotated as the spec says.
 
     Arguments:
         tensors: an amax or encode scale for each of them, or none.

@@ -85,7 +85,7 @@ def _two_words(words: Any, counter: Words) -> jax.Array:
 
 
 class Draws(NamedTuple):
-    """What the random bits of an array [..., R, C] depend on.
+    """The arguments of the generator that draws the random bits of an array [..., R, C].
 
     Attributes:
         words: uint32 [..., 2], of a key.
@@ -189,7 +189,7 @@ class Randomness(NamedTuple):
         return keyless_words(amax(), self.seed)
 
     def words_of_input(self, amax: Callable[[], jax.Array]) -> jax.Array:
-        """The same of the input; without a key they are the same for all products that read it."""
+        """Random words for quantising the input. Without a key, products that share the input get the same words."""
         return keyless_words(amax(), np.zeros((), np.uint32)) if self.words is None else further_words(self.words)
 
 

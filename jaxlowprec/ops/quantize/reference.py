@@ -88,7 +88,7 @@ def tensor_encode(g: jax.Array, largest: float) -> jax.Array:
 
 
 def poisoned(bits: jax.Array, g: jax.Array) -> jax.Array:
-    """Which blocks of NVFP4 become NaN."""
+    """Mask of the blocks of NVFP4 that become NaN."""
     return (bits >= INFINITY_BITS) | (magnitude_bits(g) >= INFINITY_BITS) | (g < 0)
 
 
@@ -98,7 +98,7 @@ def e4m3_scale(wanted: jax.Array) -> jax.Array:
 
 
 def block_encode(scale: jax.Array, encode: jax.Array) -> jax.Array:
-    """What the elements of a block with a float32 scale are multiplied by."""
+    """The factor of the elements of a block with a float32 scale."""
     return jnp.minimum(1.0 / flush(scale * (1.0 / encode)), MAX_FINITE)
 
 

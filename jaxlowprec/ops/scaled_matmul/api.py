@@ -19,7 +19,7 @@ from jaxlowprec.ops.checks import Implementation, check_implementation, checked_
 from jaxlowprec.ops.epilogue import Activation, Epilogue, checked_epilogue
 from jaxlowprec.ops.rounding import flush, rounded
 from jaxlowprec.ops.scaled_matmul.op import MatmulSpec, matmul_op
-from jaxlowprec.ops.sums.kinds import IN_FLOAT32, Summed
+from jaxlowprec.ops.sums.kinds import IN_FLOAT32, SumOverDevices
 from jaxlowprec.ops.weight_only_matmul.api import weight_only_matmul
 from jaxlowprec.wiring.sharding_rule import resharded
 
@@ -129,7 +129,7 @@ def scaled_matmul_of_rows(
     out_dtype: Any,
     out_sharding: NamedSharding | PartitionSpec | None,
     precision: Any = None,
-    sums: Summed = IN_FLOAT32,
+    sums: SumOverDevices = IN_FLOAT32,
 ) -> Float[Array, "*B ..."]:
     """`scaled_matmul` whose rows may be split, and which says how devices add up their partial sums.
 
@@ -139,7 +139,7 @@ def scaled_matmul_of_rows(
             those of the matrix [..., S * M, K] where b is [..., N, K]. Where the rows of b are split too, [..., S, N,
             K], its columns are: M and N are lines, and the contraction is over S * K.
         accumulate: see `scaled_matmul`; with split rows only where both are split.
-        sums: see `Summed`.
+        sums: see `SumOverDevices`.
 
     Returns:
         [..., M, N]; with split rows [..., S, M, N], where both are split [..., M, N].
@@ -174,13 +174,13 @@ class _Way(NamedTuple):
     Attributes:
         rows_split: see `MatmulSpec`.
         precision, implementation: see `scaled_matmul`.
-        sums: see `Summed`.
+        sums: see `SumOverDevices`.
     """
 
     rows_split: Any
     precision: Any
     implementation: Any
-    sums: Summed = IN_FLOAT32
+    sums: SumOverDevices = IN_FLOAT32
 
 
 def _run(
@@ -215,10 +215,10 @@ def _run_lines(
             "own; multiply the parts and add the products up, or quantise the whole array"
         )
     split = way.rows_split == "a"
-    (sums,) = _run(_without_amax(a, split), _without_amax(b), epilogue.sums_only, [], way)
+    (accumulators,) = _run(_without_amax(a, split), _without_amax(b), epilogue.accumulators_only, [], way)
     amaxes = tuple(_amax_of_lines(q) for q in (a, b))
     both = a.format.row_scaled and b.format.row_scaled
-    return _finished(sums, amaxes, extras, epilogue, both, split)
+    return _finished(accumulators, amaxes, extras, epilogue, both, split)
 
 
 def _without_amax(q: QuantizedArray, split: bool = False) -> QuantizedArray:
@@ -234,18 +234,18 @@ def _amax_of_lines(q: QuantizedArray) -> jax.Array:
 
 
 @functools.partial(jax.jit, static_argnames=("epilogue", "both", "split"))
-def _finished(sums, amaxes, extras, epilogue: Epilogue, both: bool, split: bool) -> list[jax.Array]:
-    """The epilogue of sums [..., M, N] that lack the amaxes of a, [..., M or 1], and of b, [..., N or 1].
+def _finished(accumulators, amaxes, extras, epilogue: Epilogue, both: bool, split: bool) -> list[jax.Array]:
+    """The epilogue of accumulators [..., M, N] that lack the amaxes of a, [..., M or 1], and of b, [..., N or 1].
 
-    `both`: both operands are row-scaled. `split`: a and the sums have split rows, [..., S, M, N].
+    `both`: both operands are row-scaled. `split`: a and the accumulators have split rows, [..., S, M, N].
     """
     of_a, of_b = jax.lax.stop_gradient(amaxes)
     of_a, of_b = of_a[..., :, None], of_b[..., None, None, :] if split else of_b[..., None, :]
     for factor in (of_a, of_b) if both else (flush(of_a * of_b),):
-        sums = rounded(sums * factor)
+        accumulators = rounded(accumulators * factor)
     if split and epilogue.bias:
         extras = [extras[0][..., None, :], *extras[1:]]
-    return epilogue.finish(sums, extras)
+    return epilogue.finish(accumulators, extras)
 
 
 def _results(out: list[jax.Array], out_sharding: Any) -> Any:

@@ -15,7 +15,7 @@ from jaxlowprec.ops.checks import Implementation, choose
 from jaxlowprec.ops.epilogue import Epilogue
 from jaxlowprec.ops.scaled_matmul import cuda, reference
 from jaxlowprec.ops.split_rows import merged_columns, merged_rows, split_rows
-from jaxlowprec.ops.sums.kinds import SumKind, sums_of
+from jaxlowprec.ops.sums.kinds import SumKind, adder_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,7 +148,7 @@ def matmul_op(spec: MatmulSpec, implementation: Implementation):
 
     def when_reduced(add_up, *operands):
         """If K is split, partial sums (scales applied) are added up before the rest of the epilogue."""
-        plain = dataclasses.replace(spec, epilogue=spec.epilogue.sums_only, sums="float32")
+        plain = dataclasses.replace(spec, epilogue=spec.epilogue.accumulators_only, sums="float32")
         (partial,) = matmul_op(plain, implementation)(*operands[: 4 + amaxes])
         total, extras = add_up(partial), operands[4 + amaxes :]
         if spec.rows_split != "a":
@@ -165,6 +165,6 @@ def matmul_op(spec: MatmulSpec, implementation: Implementation):
         native={"cpu": merging(multiply_natively), "cuda": merging(multiply_on_gpu)},
         when_reduced=when_reduced,
         out_spec=spec.epilogue.out_spec,
-        sums=sums_of(spec.sums),
+        adder=adder_of(spec.sums),
         **choose("scaled_matmul", implementation),
     )

@@ -1,1 +1,1 @@
-"""What quantisation did to an array, counted."""
+"""Statistics of the error that quantisation makes in an array."""

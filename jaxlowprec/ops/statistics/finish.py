@@ -1,4 +1,4 @@
-"""From counts and sums to the vector of statistics of a tensor: the reference."""
+"""The statistics of a tensor from its counts and sums: the reference."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def _ratio(part: jax.Array, whole: jax.Array) -> jax.Array:
 
 @functools.cache
 def _scale_table(scaling: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """For each bin of scales: its value, -1 where that is no number; its octave; whether it is the smallest scale."""
+    """The value of each bin of scales, -1 where that is no number; its octave; whether it is the smallest scale."""
     codes = np.arange(reference.SCALES, dtype=np.uint8)
     values = 2.0 ** (codes - 127.0)
     if scaling == "two_level":

@@ -26,7 +26,7 @@ SUMS = (
     "ranges",
     "runs",
 )
-"""What the first sums are of. Those from "error" on are of numbers times the unit."""
+"""The names of the first sums. From "error" on, they are sums of numbers times the unit."""
 
 SCALES_FROM, SCALES, CODES = 16, 256, 32
 CODES_FROM = SCALES_FROM + SCALES
@@ -83,7 +83,7 @@ def sums(
 
 
 def sums_of_rows(x, unit, decoded, bins: jax.Array, scale: jax.Array, fmt: Format) -> jax.Array:
-    """The same, given the decoded rows, the largest and the smallest number of each element's block, and code bins."""
+    """`sums` given `decoded`: the rows decoded, the largest and the smallest number of each element's block."""
     rows = _without_subnormals(x.astype(jnp.float32))
     values, highest, lowest = decoded
     finite, decodes = jnp.isfinite(rows), jnp.isfinite(values)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxlowprec.ops.quantize.random_bits import words_at
 from jaxlowprec.ops.sums import quantized
 from jaxlowprec.ops.sums.quantized import FURTHER_SUMS, own_words, stochastic_bfloat16
-from jaxlowprec.wiring import IN_THEIR_DTYPE, Partials, Sums
+from jaxlowprec.wiring import IN_THEIR_DTYPE, Adder, Partials
 
 SumKind = Literal["float32", "bfloat16", "bfloat16_stochastic", "quantized"]
 KINDS: tuple[SumKind, ...] = ("float32", "bfloat16", "bfloat16_stochastic", "quantized")
@@ -23,8 +23,8 @@ def draws(kind: SumKind) -> bool:
     return kind in ("bfloat16_stochastic", "quantized")
 
 
-class Summed(NamedTuple):
-    """How a product adds up partial sums.
+class SumOverDevices(NamedTuple):
+    """The sum of a product's partial results over devices.
 
     Attributes:
         kind: of the sums.
@@ -39,17 +39,17 @@ class Summed(NamedTuple):
         return [] if self.words is None else [jnp.broadcast_to(self.words, (*batch, 2))]
 
 
-IN_FLOAT32 = Summed("float32")
+IN_FLOAT32 = SumOverDevices("float32")
 
 
 @functools.cache
-def sums_of(kind: SumKind) -> Sums:
-    """What `wiring.define` takes for a kind; partial results are float32."""
-    return IN_THEIR_DTYPE if kind == "float32" else _Sums(kind)
+def adder_of(kind: SumKind) -> Adder:
+    """The `adder` of `wiring.define` for a kind; partial results are float32."""
+    return IN_THEIR_DTYPE if kind == "float32" else _RoundingAdder(kind)
 
 
 @dataclasses.dataclass(frozen=True)
-class _Sums:
+class _RoundingAdder:
     kind: SumKind
 
     @property

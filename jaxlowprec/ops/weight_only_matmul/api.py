@@ -123,7 +123,7 @@ def _check_operands(who: str, x: jax.Array, q: QuantizedArray) -> None:
 
 
 def _rule(spec: WeightOnlySpec, count: int) -> wiring.ShardingRule:
-    """As that of `weight_only_op` with shared weights; each has an N of its own."""
+    """The sharding rule of `weight_only_op` with shared weights, for several weights; each has an N of its own."""
     columns = [f"n{i}" for i in range(count)]
     weights = [weight_factors(spec.format, spec.ragged_columns, spec.ragged_depth, "", n) for n in columns]
     operands = [operand for w in weights for operand in (*w.operands, *[w.n] * spec.epilogue.bias)]
@@ -164,8 +164,8 @@ def weight_only_together_op(spec: WeightOnlySpec, count: int, implementation: Im
         return [y.reshape(*lead, y.shape[-1]) for y in out]
 
     def when_reduced(add_up, x, *operands):
-        """As that of `weight_only_op`."""
-        plain = dataclasses.replace(spec, epilogue=spec.epilogue.sums_only)
+        """Adds up float32 sums over the devices that split K, then applies each epilogue."""
+        plain = dataclasses.replace(spec, epilogue=spec.epilogue.accumulators_only)
         weights = [own[: spec.weights] for own in of_each(operands)]
         partial = weight_only_together_op(plain, count, implementation)(x, *[leaf for w in weights for leaf in w])
         extras = [own[spec.weights :] for own in of_each(operands)]

@@ -36,7 +36,7 @@ def why_not(spec: Any, x: jax.Array, scale: jax.Array) -> str:
 
 
 def matmul(spec: Any, x, data, scale, amax, zero_point, extras) -> list[jax.Array]:
-    """By the kernel, which computes the sums times alpha and rounds them; XLA applies another epilogue."""
+    """The product by the kernel, which computes the sums times alpha and rounds them; XLA applies another epilogue."""
     lead = x.shape[:-1]
     rows = x.reshape(math.prod(lead), x.shape[-1]) if spec.shared else x
     alpha = reference.alpha(scale, amax, spec.format)
@@ -61,7 +61,7 @@ def exact_dtype(fmt: Any, x: jax.Array) -> Any:
 
 
 def decoded_matmul(spec: Any, x, data, scale, amax, zero_point, extras) -> list[jax.Array]:
-    """By XLA's GEMM of x and the decoded weight, in the narrowest dtype that holds both exactly."""
+    """The product by XLA's GEMM of x and the decoded weight, in the narrowest dtype that holds both exactly."""
     dtype = exact_dtype(spec.format, x)
     w = reference.decoded(data, scale, zero_point, spec.format)[..., : x.shape[-1]].astype(dtype)
     y = jnp.einsum(

@@ -177,7 +177,7 @@ def weight_only_op(spec: WeightOnlySpec, implementation: Implementation):
 
     def when_reduced(add_up, *operands):
         """If K is split, partial sums (scales applied) are added up in float32 before the rest of the epilogue."""
-        plain = dataclasses.replace(spec, epilogue=spec.epilogue.sums_only)
+        plain = dataclasses.replace(spec, epilogue=spec.epilogue.accumulators_only)
         (partial,) = weight_only_op(plain, implementation)(*operands[:last])
         return spec.epilogue.finish(add_up(partial), operands[last:])
 

@@ -1,7 +1,7 @@
 """The weight-only GEMM in pure JAX: the byte oracle for activations in bfloat16 and float16, whose products are exact.
 
 Lane j of 16 sums k = j, j + 16, ... in order with fused multiply-adds from 0; the 16 lanes are added as a tree, j with
-j + 8, then + 4, + 2, + 1. So the bytes of a row depend neither on the other rows nor on the engine.
+j + 8, then + 4, + 2, + 1. So the bytes of a row depend neither on the other rows nor on the platform.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ STATISTICS = {
     "outliers": "outliers, fraction of elements",
     "changed": "codes changed since the record before, fraction",
 }
-"""What the page shows of a tensor or of a GEMM's result, with the words for it."""
+"""The statistics of a tensor or of a GEMM's result that the page shows, with the words for them."""
 
 
 def page(
@@ -89,7 +89,7 @@ def _names(runs: Sequence[Run]) -> list[str]:
 
 
 def _of_run(name: str, run: Run) -> dict[str, Any]:
-    """What the script draws from: for each layer and tensor a list of numbers by statistic, one a step."""
+    """The data of the script's charts: for each layer and tensor a list of numbers by statistic, one per step."""
     tensors: dict[str, dict[str, Any]] = {}
     for layer, tensor in (name for record in run.records for name in record.names):
         tensors.setdefault(layer, {})[tensor] = {}
@@ -127,7 +127,7 @@ def _natural(name: str) -> list[tuple[int, str]]:
 
 
 def _numbers(values: Any) -> list[float | None]:
-    """In four digits; None where there is no finite number."""
+    """Rounds to four digits; None where there is no finite number."""
     return [float(f"{v:.4g}") if math.isfinite(v) else None for v in map(float, values)]
 
 

@@ -22,7 +22,7 @@ from jaxlowprec.weight_sync.transports.transport import Closing
 from jaxlowprec.weight_sync.versions import said_version
 
 
-class Loaded:
+class LoadedShapes:
     """The shapes of the tensors that an engine has loaded over one transport."""
 
     def __init__(self) -> None:
@@ -91,7 +91,7 @@ class DiskEngine(Closing):
         self._folders = DirectoryTransport(path, keep=keep, files=files, shard_bytes=shard_bytes)
         self._engine_path = pathlib.Path(self._folders.path.absolute() if engine_path is None else engine_path)
         self._paused = False
-        self._loaded = Loaded()
+        self._loaded = LoadedShapes()
 
     def version(self, timeout: float) -> int:
         """The newest version that is published or that the engine says it serves; text without a number counts as 0."""

@@ -117,7 +117,7 @@ class HttpEngine:
 
 
 def _reason(said: dict[str, Any], answer: bytes) -> str:
-    """What an answer says of a failure, in one of the forms that engines have.
+    """The reason of a failure in an answer, which has one of the forms of engines.
 
     >>> _reason({"error": {"message": "out of memory", "code": 500}}, b"")
     'out of memory'

@@ -28,7 +28,7 @@ import numpy as np
 
 from jaxlowprec.checkpoints.files.dtypes import numpy_dtype
 from jaxlowprec.locks import locked
-from jaxlowprec.weight_sync.bucket import BucketHeader, Placed
+from jaxlowprec.weight_sync.bucket import BucketEntry, BucketHeader
 from jaxlowprec.weight_sync.errors import Refused
 
 _LEGACY = (0x1950A86A20F9469CFC6C, 1001)  # torch's mark of a saved storage, and the version of that format
@@ -70,7 +70,7 @@ def _bucket(header: BucketHeader, tensor: bytes) -> bytes:
     return b"\x80\x04" + content + b"."
 
 
-def _metadata(placed: Placed) -> bytes:
+def _metadata(placed: BucketEntry) -> bytes:
     entry = placed.entry
     dtype = numpy_dtype(entry.dtype)
     assert dtype is not None  # Entry refuses dtypes without one
@@ -84,7 +84,7 @@ def _metadata(placed: Placed) -> bytes:
 
 
 def _saved_storage(data: bytes) -> bytes:
-    """What `torch.save` makes of a storage in its format without a zip archive."""
+    """A storage in the format of `torch.save` without a zip archive."""
     key = "0"
     place = (_plain(part) for part in (key, "cpu", len(data), None))  # the last: it is not a view
     storage = b"(" + _plain("storage") + _global("torch.ByteStorage") + b"".join(place) + b"tQ"

@@ -13,7 +13,7 @@ import urllib.parse
 from typing import Any, Literal, get_args
 
 from jaxlowprec.weight_sync.bucket import Bucket
-from jaxlowprec.weight_sync.engines.disk import DiskEngine, Loaded
+from jaxlowprec.weight_sync.engines.disk import DiskEngine, LoadedShapes
 from jaxlowprec.weight_sync.engines.http import HttpEngine
 from jaxlowprec.weight_sync.engines.vllm_worker import Listen, read_secret
 from jaxlowprec.weight_sync.errors import PeerLost, SyncError
@@ -24,7 +24,7 @@ from jaxlowprec.weight_sync.versions import said_version
 
 WITHOUT = "needs a vLLM server that was started with VLLM_SERVER_DEV_MODE=1, and its URL without a path such as /v1"
 Mode = Literal["abort", "wait", "keep"]
-"""What happens to running requests while weights change."""
+"""The fate of running requests while weights change."""
 
 
 class VLLM(DiskEngine):
@@ -141,7 +141,7 @@ class VLLMTransfer(Closing):
         self._workers = [TcpTransport(host, port + i, secret, encrypt=encrypt) for i in range(workers)]
         self._threads = concurrent.futures.ThreadPoolExecutor(workers)
         self._listening = self._paused = False
-        self._loaded = Loaded()
+        self._loaded = LoadedShapes()
 
     def version(self, timeout: float) -> int:
         """The newest version that the engine says it serves or that a worker has received."""

@@ -23,7 +23,7 @@ from jaxlowprec.weight_sync.transports.tcp import TcpReceiver
 
 @dataclasses.dataclass(frozen=True)
 class Listen:
-    """Where the workers listen: the body of vLLM's `/init_weight_transfer_engine`.
+    """The address on which the workers listen: the body of vLLM's `/init_weight_transfer_engine`.
 
     Attributes:
         port: the port of worker 0; worker i listens at `port + i`.
@@ -40,13 +40,13 @@ class Listen:
 
 @dataclasses.dataclass(frozen=True)
 class Load:
-    """Which version to load: the body of vLLM's `/update_weights`."""
+    """The version to load: the body of vLLM's `/update_weights`."""
 
     version: int
 
 
 class Inbox:
-    """What a worker has received. It listens from `listen` to `close`.
+    """The versions that a worker has received. It listens from `listen` to `close`.
 
     >>> Inbox().arrays(3)
     Traceback (most recent call last):

@@ -26,7 +26,7 @@ _CLEANING = 1.0  # seconds for abort and for resume if a receiver's time is over
 
 @dataclasses.dataclass(frozen=True)
 class Delivery:
-    """Which receivers have a version.
+    """The receivers that have a version, and those that failed.
 
     Attributes:
         version: the version.
@@ -141,14 +141,14 @@ class FanOut(Closing):
         return served_by_any("FanOut.push", delivery)
 
     @contextlib.contextmanager
-    def begin(self) -> Iterator[Pushing]:
+    def begin(self) -> Iterator[VersionPush]:
         """Reaches all receivers, for callers that choose the version's number by what these serve.
 
         Receivers that failed for another reason than a refusal are dropped at the end of the block.
         """
         workers = {name: _Worker(name, *receiver) for name, receiver in self._receivers.items()}
         arrays = all(transport.takes_arrays for transport, _ in self._receivers.values())
-        pushing = Pushing(workers, self._version, self._bucketizer, arrays, self._bucket_timeout)
+        pushing = VersionPush(workers, self._version, self._bucketizer, arrays, self._bucket_timeout)
         try:
             yield pushing
             pushing.end("nothing was sent")
@@ -170,7 +170,7 @@ def served_by_any(who: str, delivery: Delivery) -> Delivery:
     return delivery
 
 
-class Pushing:
+class VersionPush:
     """A push in progress, see `FanOut.begin`.
 
     Attributes:

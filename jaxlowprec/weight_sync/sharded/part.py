@@ -30,7 +30,7 @@ _SHARD = re.compile(r"(?s)(.+)\[((?:[0-9]{1,15}:[0-9]{1,15}(?:,[0-9]{1,15}:[0-9]
 
 @dataclasses.dataclass(frozen=True)
 class Note:
-    """What a part says of the version that it belongs to.
+    """The header of a part: the version that it belongs to.
 
     Attributes:
         process, processes: which of how many processes sent it.

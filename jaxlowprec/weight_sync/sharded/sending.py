@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxlowprec.weight_sync.errors import Refused, SyncError
 from jaxlowprec.weight_sync.sending.bucketizer import DEFAULT_BYTES
-from jaxlowprec.weight_sync.sending.fan_out import Delivery, FanOut, Pushing, served_by_any
+from jaxlowprec.weight_sync.sending.fan_out import Delivery, FanOut, VersionPush, served_by_any
 from jaxlowprec.weight_sync.sending.session import push
 from jaxlowprec.weight_sync.sending.source import WeightSource
 from jaxlowprec.weight_sync.sharded.part import part_of, shard_name
@@ -115,7 +115,7 @@ def _agreed(given: int, newest: int, error: Exception | None) -> int:
     return given if given != _NEXT else 1 + max(number for _, number in all_given)
 
 
-def _to_all(part: WeightSource, version: int, names: list[str], pushing: Pushing) -> Delivery:
+def _to_all(part: WeightSource, version: int, names: list[str], pushing: VersionPush) -> Delivery:
     """Sends this process's part to the receivers of these names. Their failures are those in all processes."""
     digest = int.from_bytes(hashlib.sha256(repr(names).encode()).digest()[:7], "little")
     if len({digests for (digests,) in _gathered(digest)}) > 1:
@@ -142,7 +142,7 @@ def _to_all(part: WeightSource, version: int, names: list[str], pushing: Pushing
 
 
 def _code(error: Exception | None, version: int) -> int:
-    """What other processes learn of a receiver."""
+    """The code by which other processes learn the state of a receiver."""
     return version if error is None else _REFUSED if isinstance(error, Refused) else _FAILED
 
 
@@ -156,7 +156,7 @@ def _of_all(own: Exception | None, codes: Sequence[int]) -> Exception | None:
 
 
 def _part(tree: Any) -> WeightSource:
-    """What this process sends."""
+    """The shards of a tree that this process sends."""
     source = WeightSource(tree)
     process = jax.process_index()
     return part_of(source.manifest, _own_shards(source, process), process, jax.process_count())

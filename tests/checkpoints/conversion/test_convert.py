@@ -11,7 +11,7 @@ import pytest
 
 from jaxlowprec.checkpoints import schemes
 from jaxlowprec.checkpoints.conversion.convert import Run, convert, dequantize, scheme_for
-from jaxlowprec.checkpoints.conversion.plan import Left
+from jaxlowprec.checkpoints.conversion.plan import LeftModule
 from jaxlowprec.checkpoints.conversion.quantizing import amax
 from jaxlowprec.checkpoints.conversion.rules import matching
 from jaxlowprec.checkpoints.errors import CheckpointError
@@ -191,7 +191,7 @@ def test_arrays_of_all_experts_are_left_alone_listed_and_ignored(tmp_path):
     name = "model.layers.0.mlp.experts.gate_up_proj"
     tensors = llama(1) | {name: np.ones((4, 64, 32), ml_dtypes.bfloat16)}
     report = convert(write_checkpoint(tmp_path / "source", tensors), tmp_path / "low", MXFP4)
-    assert Left(name, "all experts' weights in one array") in report.left
+    assert LeftModule(name, "all experts' weights in one array") in report.left
     assert any("1 arrays that hold all experts" in warning for warning in report.warnings)
     assert same(read_tensors(tmp_path / "low")[name], tensors[name])
     for asked in ("model.layers.0.mlp.experts", "model.layers.0.mlp.experts.0.gate_proj", name):  # as engines ask
@@ -260,7 +260,7 @@ def test_exactly_dtypes_of_eight_bits_or_less_are_quantised():
 def test_tensors_of_other_dtypes_are_copied_and_listed(tmp_path, dtype):
     tensors = llama(1) | {"x.weight": np.ones((2, 32), dtype), "model.inv_freq": np.ones(4, dtype)}
     report = convert(write_checkpoint(tmp_path / "source", tensors), tmp_path / "low", MXFP4, run=Run(verify=True))
-    assert Left("x", f"dtype {file_dtype(dtype)}") in report.left
+    assert LeftModule("x", f"dtype {file_dtype(dtype)}") in report.left
     low = read_tensors(tmp_path / "low")
     assert all(same(low[name], tensors[name]) for name in ("x.weight", "model.inv_freq"))
 

@@ -9,7 +9,7 @@ import pytest
 
 from jaxlowprec.checkpoints.conversion.convert import convert, dequantize
 from jaxlowprec.checkpoints.conversion.heads import NOT_LOOKED_UP, is_embedding
-from jaxlowprec.checkpoints.conversion.plan import Left
+from jaxlowprec.checkpoints.conversion.plan import LeftModule
 from jaxlowprec.checkpoints.conversion.rules import matching
 from jaxlowprec.checkpoints.errors import CheckpointError
 from tests.checkpoints.conversion.test_convert import SCHEMES as EVERY
@@ -81,7 +81,7 @@ def test_readers_find_what_the_config_says(tmp_path, name, rules):
 def test_without_defaults_embeddings_are_left_alone_and_listed(tmp_path):
     source, _ = model(tmp_path / "source", "its own", False)
     report = convert(source, tmp_path / "low", SCHEMES["mxfp4"], defaults=())
-    assert report.left == [Left("model.embed_tokens", NOT_LOOKED_UP)]
+    assert report.left == [LeftModule("model.embed_tokens", NOT_LOOKED_UP)]
 
 
 def test_a_tied_head_that_is_the_only_tensor_of_both_stays(tmp_path):

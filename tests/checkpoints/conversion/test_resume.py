@@ -159,7 +159,7 @@ def test_what_is_refused_before_it_writes_leaves_nothing(source, tmp_path, monke
     def refuse(*_):
         raise CheckpointError("only 5 are free")
 
-    monkeypatch.setattr("jaxlowprec.checkpoints.conversion.engine._require_space", refuse)
+    monkeypatch.setattr("jaxlowprec.checkpoints.conversion.jobs._require_space", refuse)
     with pytest.raises(CheckpointError, match="only 5 are free"):
         convert(source, destination, NVFP4)
     assert destination.exists() == made_before and not contents_now(destination)
@@ -172,7 +172,7 @@ def test_what_was_finished_stays_when_it_is_refused(source, unfinished, monkeypa
         raise CheckpointError("only 5 are free")
 
     before = contents(unfinished)
-    monkeypatch.setattr("jaxlowprec.checkpoints.conversion.engine._require_space", refuse)
+    monkeypatch.setattr("jaxlowprec.checkpoints.conversion.jobs._require_space", refuse)
     with pytest.raises(CheckpointError, match="only 5 are free"):
         convert(source, unfinished, NVFP4)
     assert contents(unfinished) == before

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxlowprec as jlp
 from jaxlowprec import traffic
-from jaxlowprec.moe.deduplicated import Deduplicated, to_devices
+from jaxlowprec.moe.deduplicated import DeduplicatedAllToAll, to_devices
 from jaxlowprec.moe.router import Routing
 from jaxlowprec.moe.wire import formats_of
 from tests.helpers import assert_same_bytes, often, random_array
@@ -39,7 +39,7 @@ def routing_of(experts, weights):
 def over_devices(devices, recipe, form="padded", factor=2.0, wire="rows", pure=True):
     def local(x, kernels, weights, experts):
         layers = layers_of(kernels, recipe)
-        groups = Deduplicated(routing_of(experts, weights), "a", factor, form, wire)
+        groups = DeduplicatedAllToAll(routing_of(experts, weights), "a", factor, form, wire)
         return groups.run(experts_of(layers), x, layers if pure else None)[0]
 
     return jax.shard_map(local, mesh=mesh_of((devices,)), in_specs=(P("a"),) * 4, out_specs=P("a"))

@@ -12,7 +12,7 @@ import jaxlowprec as jlp
 from jaxlowprec import traffic
 from jaxlowprec.layers.shared_input import Layer
 from jaxlowprec.moe.exchange import AllToAll
-from jaxlowprec.moe.grouped_linear import Gated, fused_experts
+from jaxlowprec.moe.grouped_linear import GatedActivation, fused_experts
 from jaxlowprec.moe.wire import formats_of, is_kept, sent
 from tests.helpers import assert_same_bytes, often, random_array
 from tests.moe.exchange.test_exchange import CASES, EXPERTS, FORMS, K, choices, step
@@ -68,7 +68,9 @@ def layers_of(kernels, recipe):
 
 
 def experts_of(layers):
-    return functools.partial(fused_experts, "MoE", layers=layers, activation=Gated(jax.nn.silu), saved="quantized")
+    return functools.partial(
+        fused_experts, "MoE", layers=layers, activation=GatedActivation(jax.nn.silu), saved="quantized"
+    )
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))

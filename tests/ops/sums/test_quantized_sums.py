@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxlowprec as jlp
 from jaxlowprec.ops.sums import quantized
-from jaxlowprec.ops.sums.kinds import sums_of
+from jaxlowprec.ops.sums.kinds import adder_of
 from jaxlowprec.wiring import Partials
 from tests.helpers import assert_same_bytes, often, random_array
 from tests.numpy_oracle import sums as oracle
@@ -96,7 +96,7 @@ class TestBytes:
     def test_scattered_over_one_axis_then_added_up_over_another(self, shape, axis):
         mesh, terms = mesh_of((2, 4)), terms_of(8, shape)
         where = Partials({axis: ("b",)}, ("a",), ())
-        found = on_devices(lambda x: sums_of("quantized").add_up(x, where, WORDS), terms, mesh, ("a", "b"))
+        found = on_devices(lambda x: adder_of("quantized").add_up(x, where, WORDS), terms, mesh, ("a", "b"))
         expected = oracle.reduce_scatter_then_all_reduce(np.asarray(terms).reshape(2, 4, *shape), axis, WORDS)
         for held, part in zip(found, [*expected, *expected], strict=True):
             assert_same_bytes(held, part)

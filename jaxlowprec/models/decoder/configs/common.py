@@ -20,7 +20,7 @@ SILU = ("silu", "swish")
 KINDS = {"full_attention", "sliding_attention"}
 
 
-class Said:
+class CheckedConfig:
     """The content of a config, and errors about it.
 
     Arguments:
@@ -73,7 +73,9 @@ class Said:
             self.refuse(key, why)
 
 
-def rope_of(said: Said, *, theta: float = 1e4, partial: float | None = None, original: int | None = None) -> Rope:
+def rope_of(
+    said: CheckedConfig, *, theta: float = 1e4, partial: float | None = None, original: int | None = None
+) -> Rope:
     """The rotary embedding of all layers, by `rope_parameters`, or `rope_theta` and `rope_scaling` of older files.
 
     Arguments:
@@ -95,7 +97,7 @@ def rope_of(said: Said, *, theta: float = 1e4, partial: float | None = None, ori
     return made if share is None else dataclasses.replace(made, partial=_share(said, share))
 
 
-def rope_from(said: Said, key: str, found: Mapping[str, Any]) -> Rope:
+def rope_from(said: CheckedConfig, key: str, found: Mapping[str, Any]) -> Rope:
     """The rotary embedding that an object of the config describes. Raises ValueError that names the key."""
     try:
         return Rope.of(found.get("rope_type", found.get("type", "default")), float(found["rope_theta"]), found)
@@ -107,13 +109,15 @@ def _present(found: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in found.items() if value is not None}
 
 
-def _share(said: Said, share: Any) -> float:
+def _share(said: CheckedConfig, share: Any) -> float:
     if type(share) not in (int, float) or not 0 < share <= 1:
         said.refuse(PARTIAL, "a number above 0, up to 1")
     return float(share)
 
 
-def sizes_of(said: Said, *, head: int | None = None, epsilon: float = 1e-6, longest: int = 2048) -> dict[str, Any]:
+def sizes_of(
+    said: CheckedConfig, *, head: int | None = None, epsilon: float = 1e-6, longest: int = 2048
+) -> dict[str, Any]:
     """The sizes of a decoder, by the names of `DecoderConfig`.
 
     Arguments:
@@ -147,13 +151,13 @@ def sizes_of(said: Said, *, head: int | None = None, epsilon: float = 1e-6, long
     }
 
 
-def require_silu(said: Said) -> None:
+def require_silu(said: CheckedConfig) -> None:
     """Refuses activations other than SiLU."""
     if (activation := said.get("hidden_act", "silu")) not in SILU:
         said.refuse("hidden_act", f"silu, not {activation}")
 
 
-def window_of(said: Said, default: int | None = None) -> int | None:
+def window_of(said: CheckedConfig, default: int | None = None) -> int | None:
     """The number of places that `sliding_window` says; None: all."""
     window = said.content.get("sliding_window", default)
     if window is not None and (type(window) is not int or window < 1):
@@ -161,7 +165,7 @@ def window_of(said: Said, default: int | None = None) -> int | None:
     return window
 
 
-def windows_of(said: Said, layers: int, window: int | None, kinds: Sequence[str]) -> tuple[int | None, ...]:
+def windows_of(said: CheckedConfig, layers: int, window: int | None, kinds: Sequence[str]) -> tuple[int | None, ...]:
     """The window of each layer, by `layer_types`, or the family's kinds if the file has none."""
     kinds = said.get("layer_types", kinds)
     if len(kinds) != layers or not set(kinds) <= KINDS:

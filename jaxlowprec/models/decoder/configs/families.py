@@ -8,7 +8,7 @@ from typing import Any
 
 from jaxlowprec.models.decoder.configs.common import (
     ORIGINAL,
-    Said,
+    CheckedConfig,
     require_silu,
     rope_from,
     rope_of,
@@ -16,12 +16,12 @@ from jaxlowprec.models.decoder.configs.common import (
     window_of,
     windows_of,
 )
-from jaxlowprec.models.decoder.configs.options import Clamped, Experts, Latent, Norms
+from jaxlowprec.models.decoder.configs.options import ClampedSwiGLU, Experts, Latent, Norms
 from jaxlowprec.models.decoder.rope import Rope
 from jaxlowprec.moe.router import RouterConfig
 
 
-def llama(said: Said) -> dict[str, Any]:
+def llama(said: CheckedConfig) -> dict[str, Any]:
     """Llama 2 and 3."""
     require_silu(said)
     bias = said.flag("attention_bias")
@@ -29,14 +29,14 @@ def llama(said: Said) -> dict[str, Any]:
     return sizes_of(said) | biases | {"rope": rope_of(said)}
 
 
-def mistral(said: Said) -> dict[str, Any]:
+def mistral(said: CheckedConfig) -> dict[str, Any]:
     """Mistral, with a window in all layers."""
     require_silu(said)
     found = sizes_of(said)
     return found | {"rope": rope_of(said), "windows": (window_of(said, 4096),) * found["layers"]}
 
 
-def mixtral(said: Said) -> dict[str, Any]:
+def mixtral(said: CheckedConfig) -> dict[str, Any]:
     """Mixtral, with experts in all layers."""
     require_silu(said)
     found = sizes_of(said, epsilon=1e-5)
@@ -50,7 +50,7 @@ def mixtral(said: Said) -> dict[str, Any]:
     }
 
 
-def per_token(said: Said, number: int, default: int | None = None) -> int:
+def per_token(said: CheckedConfig, number: int, default: int | None = None) -> int:
     """How many of the experts each token goes to."""
     chosen = said.size("num_experts_per_tok", default)
     if chosen > number:
@@ -58,19 +58,19 @@ def per_token(said: Said, number: int, default: int | None = None) -> int:
     return chosen
 
 
-def softmax_routing(said: Said, normalize: bool) -> RouterConfig:
+def softmax_routing(said: CheckedConfig, normalize: bool) -> RouterConfig:
     """The router of Mixtral and Qwen."""
     return RouterConfig(normalize=normalize, load_balance_coef=float(said.get("router_aux_loss_coef", 0.001)))
 
 
-def qwen2(said: Said) -> dict[str, Any]:
+def qwen2(said: CheckedConfig) -> dict[str, Any]:
     """Qwen2, with biases of queries, keys and values."""
     require_silu(said)
     found = sizes_of(said)
     return found | {"rope": rope_of(said), "qkv_bias": True, "windows": _qwen_windows(said, found["layers"])}
 
 
-def qwen3(said: Said) -> dict[str, Any]:
+def qwen3(said: CheckedConfig) -> dict[str, Any]:
     """Qwen3, with norms of queries and keys."""
     require_silu(said)
     found, bias = sizes_of(said, head=128), said.flag("attention_bias")
@@ -78,7 +78,7 @@ def qwen3(said: Said) -> dict[str, Any]:
     return found | {"rope": rope_of(said), "qkv_bias": bias, "out_bias": bias, "query_norm": True, "windows": windows}
 
 
-def qwen3_moe(said: Said) -> dict[str, Any]:
+def qwen3_moe(said: CheckedConfig) -> dict[str, Any]:
     """Qwen3 with experts in some layers."""
     require_silu(said)
     found, bias = sizes_of(said), said.flag("attention_bias")
@@ -99,7 +99,7 @@ def qwen3_moe(said: Said) -> dict[str, Any]:
     }
 
 
-def _qwen_windows(said: Said, layers: int) -> tuple[int | None, ...]:
+def _qwen_windows(said: CheckedConfig, layers: int) -> tuple[int | None, ...]:
     """A window in the last layers, if it is switched on."""
     window = window_of(said) if said.flag("use_sliding_window") else None
     if window is None:
@@ -113,7 +113,7 @@ LONGEST = 131072
 GELU = ("gelu_pytorch_tanh", "gelu_new")
 
 
-def gemma2(said: Said) -> dict[str, Any]:
+def gemma2(said: CheckedConfig) -> dict[str, Any]:
     """Gemma 2: a window in every other layer, and soft caps."""
     found = _common(said, 8192)
     return found | {
@@ -124,7 +124,7 @@ def gemma2(said: Said) -> dict[str, Any]:
     }
 
 
-def gemma3(said: Said) -> dict[str, Any]:
+def gemma3(said: CheckedConfig) -> dict[str, Any]:
     """Gemma 3: norms of queries and keys, and another rotary embedding in the layers with a window."""
     found = _common(said, LONGEST)
     rope, local = _ropes(said)
@@ -138,7 +138,7 @@ def gemma3(said: Said) -> dict[str, Any]:
     }
 
 
-def _common(said: Said, longest: int) -> dict[str, Any]:
+def _common(said: CheckedConfig, longest: int) -> dict[str, Any]:
     if (activation := said.get("hidden_activation", GELU[0])) not in GELU:
         said.refuse("hidden_activation", f"{' or '.join(GELU)}, not {activation}")
     said.only("use_bidirectional_attention", False, "attention to earlier tokens only, false")
@@ -155,13 +155,13 @@ def _common(said: Said, longest: int) -> dict[str, Any]:
     }
 
 
-def _gemma_windows(said: Said, layers: int, every: int) -> tuple[int | None, ...]:
+def _gemma_windows(said: CheckedConfig, layers: int, every: int) -> tuple[int | None, ...]:
     """A window in all layers, except for one of each so many."""
     kinds = [("sliding" if (i + 1) % every else "full") + "_attention" for i in range(layers)]
     return windows_of(said, layers, said.size("sliding_window", 4096), kinds)
 
 
-def _ropes(said: Said) -> tuple[Rope, Rope]:
+def _ropes(said: CheckedConfig) -> tuple[Rope, Rope]:
     """The rotary embeddings of layers without a window, and with one."""
     found, longest = said.get("rope_parameters", {}), said.size("max_position_embeddings", LONGEST)
     if not isinstance(found, Mapping):
@@ -175,7 +175,7 @@ def _ropes(said: Said) -> tuple[Rope, Rope]:
     return made[0], made[1]
 
 
-def phi3(said: Said) -> dict[str, Any]:
+def phi3(said: CheckedConfig) -> dict[str, Any]:
     """Phi-3 and Phi-4: Llama's layers, with rotary embeddings of a part of each head (Phi-4-mini)."""
     require_silu(said)
     found = sizes_of(said, epsilon=1e-5, longest=4096)
@@ -195,7 +195,7 @@ def phi3(said: Said) -> dict[str, Any]:
 YARN = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096}
 
 
-def gpt_oss(said: Said) -> dict[str, Any]:
+def gpt_oss(said: CheckedConfig) -> dict[str, Any]:
     """GPT-OSS: attention sinks, a window in every other layer, and experts with biases and a clamped activation."""
     require_silu(said)
     found, bias = sizes_of(said, head=64, epsilon=1e-5, longest=131072), said.flag("attention_bias", True)
@@ -204,7 +204,9 @@ def gpt_oss(said: Said) -> dict[str, Any]:
     given = any(said.get(key) for key in ("rope_parameters", "rope_scaling"))
     kinds = [("full" if i % 2 else "sliding") + "_attention" for i in range(layers)]
     return found | {
-        "rope": rope_of(said if given else Said({**said.content, "rope_parameters": YARN}, said.where), theta=150000.0),
+        "rope": rope_of(
+            said if given else CheckedConfig({**said.content, "rope_parameters": YARN}, said.where), theta=150000.0
+        ),
         "qkv_bias": bias,
         "out_bias": bias,
         "sinks": True,
@@ -216,12 +218,12 @@ def gpt_oss(said: Said) -> dict[str, Any]:
             found["hidden"],
             RouterConfig(scoring="softmax_of_chosen", load_balance_coef=balance),
             bias=True,
-            clamped=Clamped(said.number("swiglu_alpha", 1.702), said.number("swiglu_limit", 7.0)),
+            clamped=ClampedSwiGLU(said.number("swiglu_alpha", 1.702), said.number("swiglu_limit", 7.0)),
         ),
     }
 
 
-def deepseek_v2(said: Said) -> dict[str, Any]:
+def deepseek_v2(said: CheckedConfig) -> dict[str, Any]:
     """DeepSeek V2: the weights of experts are their shares of all experts' softmax."""
     said.only("mlp_bias", False, "layers without biases, false")
     said.only("norm_topk_prob", False, "weights that are not scaled to sum to 1, false")
@@ -246,7 +248,7 @@ def deepseek_v2(said: Said) -> dict[str, Any]:
     }
 
 
-def deepseek_v3(said: Said) -> dict[str, Any]:
+def deepseek_v3(said: CheckedConfig) -> dict[str, Any]:
     """DeepSeek V3 and Kimi K2: sigmoid scores, and a bias that helps to choose."""
     found = _latent(said)
     interleaved = said.flag("rope_interleave", True)
@@ -257,7 +259,7 @@ def deepseek_v3(said: Said) -> dict[str, Any]:
     }
 
 
-def biased_experts(said: Said, *, scale: float, groups: tuple[int, int]) -> Experts:
+def biased_experts(said: CheckedConfig, *, scale: float, groups: tuple[int, int]) -> Experts:
     """Experts by sigmoid scores plus a bias. The arguments are the family's, if the file has none."""
     said.only("scoring_func", "sigmoid", "sigmoid")
     said.only("topk_method", "noaux_tc", "noaux_tc")
@@ -273,14 +275,14 @@ def biased_experts(said: Said, *, scale: float, groups: tuple[int, int]) -> Expe
     return _experts(said, routing, 8, 1)
 
 
-def dense_first(said: Said, layers: int, default: int) -> tuple[bool, ...]:
-    """Which layers have experts: those after the first ones."""
+def dense_first(said: CheckedConfig, layers: int, default: int) -> tuple[bool, ...]:
+    """Whether each layer has experts: those after the first dense ones have."""
     said.only("moe_layer_freq", 1, "experts in every layer after the dense ones, 1")
     first = said.size("first_k_dense_replace", default, least=0)
     return tuple(i >= first for i in range(layers))
 
 
-def _balance(said: Said) -> dict[str, Any]:
+def _balance(said: CheckedConfig) -> dict[str, Any]:
     """The coefficients of the balance losses."""
     coefficient, by_sequence = float(said.get("aux_loss_alpha", 0.0)), said.flag("seq_aux", True)
     return {
@@ -289,14 +291,14 @@ def _balance(said: Said) -> dict[str, Any]:
     }
 
 
-def _experts(said: Said, routing: RouterConfig, chosen: int | None, shared: int) -> Experts:
+def _experts(said: CheckedConfig, routing: RouterConfig, chosen: int | None, shared: int) -> Experts:
     """Experts with so many for each token, and for every token, if the file does not say it."""
     number, width = said.size("n_routed_experts"), said.size("moe_intermediate_size")
     own = said.size("n_shared_experts", shared, least=0) * width
     return Experts(number, per_token(said, number, chosen), width, routing, shared=own)
 
 
-def _latent(said: Said) -> dict[str, Any]:
+def _latent(said: CheckedConfig) -> dict[str, Any]:
     """Sizes of latent attention. The rotary embedding's scaling is also the scores'."""
     require_silu(said)
     rank = said.content.get("q_lora_rank", 1536)
@@ -310,7 +312,7 @@ def _latent(said: Said) -> dict[str, Any]:
     if latent.rotated % 2:
         said.refuse("qk_rope_head_dim", "an even number")
     content = {key: value for key, value in said.content.items() if key not in ("head_dim", "num_key_value_heads")}
-    found, rope, bias = sizes_of(Said(content, said.where)), rope_of(said), said.flag("attention_bias")
+    found, rope, bias = sizes_of(CheckedConfig(content, said.where)), rope_of(said), said.flag("attention_bias")
     head = latent.plain + latent.rotated
     scales = {"head": head, "score_scale": head**-0.5 * rope.score_factor}
     return found | scales | {"rope": rope, "latent": latent, "qkv_bias": bias, "out_bias": bias}
@@ -319,7 +321,7 @@ def _latent(said: Said) -> dict[str, Any]:
 SANDWICH = Norms("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm")
 
 
-def glm(said: Said) -> dict[str, Any]:
+def glm(said: CheckedConfig) -> dict[str, Any]:
     """The first GLM-4: neighbouring features are rotated as pairs, in half of each head."""
     require_silu(said)
     rope = dataclasses.replace(rope_of(said, partial=0.5), interleaved=True)
@@ -327,12 +329,12 @@ def glm(said: Said) -> dict[str, Any]:
     return found | {"rope": rope, "qkv_bias": said.flag("attention_bias", True)}
 
 
-def glm4(said: Said) -> dict[str, Any]:
+def glm4(said: CheckedConfig) -> dict[str, Any]:
     """GLM-4-0414: the same, with norms of the results of attention and MLP."""
     return glm(said) | {"norms": SANDWICH}
 
 
-def glm4_moe(said: Said) -> dict[str, Any]:
+def glm4_moe(said: CheckedConfig) -> dict[str, Any]:
     """GLM-4.5 and 4.6: experts that a bias helps to choose, after dense layers."""
     require_silu(said)
     found = sizes_of(said, epsilon=1e-5, longest=131072)

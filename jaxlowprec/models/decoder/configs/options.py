@@ -12,7 +12,7 @@ from jaxlowprec.moe.router import RouterConfig
 
 
 @dataclasses.dataclass(frozen=True)
-class Clamped:
+class ClampedSwiGLU:
     """GPT-OSS's gated activation: `min(gate, limit) sigmoid(alpha gate) (clip(up, -limit, limit) + 1)`.
 
     Attributes:
@@ -48,7 +48,7 @@ class Experts:
     routing: RouterConfig
     shared: int = 0
     bias: bool = False
-    clamped: Clamped | None = None
+    clamped: ClampedSwiGLU | None = None
 
 
 @dataclasses.dataclass(frozen=True)

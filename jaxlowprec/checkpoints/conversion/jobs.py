@@ -142,7 +142,7 @@ def _require_finite(job: Job, destination: CheckpointFolder) -> None:
 
 
 def _written_pieces(job: Job, destination: CheckpointFolder) -> Iterator[Arrays]:
-    """What was written of a job's tensors, whole or piece by piece, as the job makes them."""
+    """A job's tensors as they were written, whole or piece by piece, as the job makes them."""
     if job.parts is None:
         yield {name: destination.read(name) for name in job.outputs}
         return

@@ -1,4 +1,4 @@
-"""What parameters become together: stacked for a scan, concatenated for one product, masked, or computed from."""
+"""Parameters followed through a traced function: stacked for a scan, concatenated for a product, masked, computed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _DIFFERENT = "joined with parameters of other recipes"
 
 
 class Origins:
-    """Where the values of one jaxpr come from, as far as they can mask or scale a parameter."""
+    """The origins of the values of one jaxpr, as far as they can mask or scale a parameter."""
 
     def __init__(self) -> None:
         self._numbers: set[Any] = set()
@@ -66,7 +66,7 @@ def joined_by(eqn: Any, weights: list[Weight | None], origins: Origins, choices:
         return _selected(eqn, weights, origins)
     if name not in ("stack", "concatenate"):
         return None
-    parts = [w for w in weights if w is not None and not (w.packed or w.ends or w.computed)]
+    parts = [w for w in weights if w is not None and not (w.loaded or w.ends or w.computed)]
     if len(parts) < len(weights) or not all(is_matrix(v.aval) for v in eqn.invars):
         return None
     axis = eqn.params["axis" if name == "stack" else "dimension"]
@@ -85,13 +85,13 @@ def _selected(eqn: Any, weights: list[Weight | None], origins: Origins) -> Weigh
     cases = list(zip(eqn.invars[1:], weights[1:], strict=True))
     parts = [w for _, w in cases if w is not None]
     plain = all(w is not None or origins.is_number(v) for v, w in cases)
-    if not parts or not plain or any(w.packed or w.ends or w.computed for w in parts):
+    if not parts or not plain or any(w.loaded or w.ends or w.computed for w in parts):
         return None
     return joined(parts) if is_matrix(eqn.outvars[0].aval) else None
 
 
 def computed(eqn: Any, weights: list[Weight | None], origins: Origins) -> Weight | None:
-    """What an equation computes of parameters alone, such as one times a mask; None of any other equation."""
+    """The weight that an equation computes from parameters only, such as one times a mask; None for other equations."""
     if len(eqn.outvars) != 1 or not is_matrix(result := eqn.outvars[0].aval) or eqn.primitive.name.startswith(_WRITING):
         return None
     shape, parts = result.shape, []
@@ -103,7 +103,7 @@ def computed(eqn: Any, weights: list[Weight | None], origins: Origins) -> Weight
     if not parts:
         return None
     by = next((part.computed for part in parts if part.computed), eqn.primitive.name)
-    parts = [dataclasses.replace(part, cuts=None, ends=None, cast=False, packed=False, computed=by) for part in parts]
+    parts = [dataclasses.replace(part, cuts=None, ends=None, cast=False, loaded=False, computed=by) for part in parts]
     return dataclasses.replace(joined(parts), computed=by)
 
 
@@ -124,7 +124,7 @@ class Step:
 
 @dataclasses.dataclass(frozen=True)
 class Flow:
-    """What becomes of the parameters among a jaxpr's arguments.
+    """The way of parameters from a jaxpr's arguments to its results.
 
     Attributes:
         results: the parameters that its results are.
@@ -137,7 +137,7 @@ class Flow:
     steps: dict[int, Step]
 
 
-class Following:
+class ParameterTrace:
     """Follows parameters through a function's jaxpr; each inner jaxpr is looked at once for the same parameters.
 
     Attributes:
@@ -146,7 +146,7 @@ class Following:
         products: every product by a parameter, in the order of the trace.
         by_equation: the same by the ids of their equations.
         lost: maps a parameter's number to the first primitive that it was given to and not followed through; of a
-            packed one, to the first that takes its array.
+            loaded one, to the first that takes its array.
     """
 
     def __init__(self, recipe: Recipe | None, uses: Mapping[str, Use] = MappingProxyType({})):
@@ -197,7 +197,7 @@ class Following:
                 product = dataclasses.replace(product, reason=_DIFFERENT, avoidable=True)
             self.products.append(product)
             self.by_equation[id(eqn)].append(product)
-            has_recipe = product.weight.packed or self.recipe_at(product.weight.name) is not None
+            has_recipe = product.weight.loaded or self.recipe_at(product.weight.name) is not None
             follows = has_recipe and not product.reason
             return Step(nothing, follows, product if follows else None)
         if (call := calls.of(eqn)) is not None:
