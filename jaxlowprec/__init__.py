@@ -19,7 +19,7 @@ from jaxlowprec.ops.hadamard import hadamard_transform
 from jaxlowprec.ops.norms.api import layer_norm, rms_norm
 from jaxlowprec.ops.quantize.api import quantize, quantize_both
 from jaxlowprec.ops.scaled_matmul.api import scaled_matmul
-from jaxlowprec.recipes.autocast import autocast, current_recipe
+from jaxlowprec.recipes.autocast import FROM_CONTEXT, autocast, current_recipe
 from jaxlowprec.recipes.composed import PerGemm, PerLayer
 from jaxlowprec.recipes.custom import Custom, QuantizerRole
 from jaxlowprec.recipes.eden import NVFP4Eden
@@ -60,6 +60,7 @@ __all__ = [
     "CHECKPOINT_NAMES",
     "DEFAULT_EXCLUDE",
     "DEFAULT_SIGNS",
+    "FROM_CONTEXT",
     "MXFP4",
     "MXFP8",
     "NVFP4",

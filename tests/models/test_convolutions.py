@@ -246,5 +246,5 @@ class TestInFunctions:
         for kernel, dense in ((codes, codes.dequantize()), (adapted, adapted.merged())):
             found = jax.jit(quantized)({"conv": {"kernel": kernel}}, x)
             assert_same_bytes(found, jax.jit(theirs)({"conv": {"kernel": dense}}, x))
-            (row,) = jlp.explain(quantized, ..., {"conv": {"kernel": kernel}}, x).layers
+            (row,) = jlp.explain(quantized, jlp.FROM_CONTEXT, {"conv": {"kernel": kernel}}, x).layers
             assert row.note

@@ -150,7 +150,7 @@ class TestBytes:
 
     def test_without_a_recipe_they_are_the_functions(self):
         expected = with_gradients(THEIRS["plain"])(PARAMS, X)
-        for rules in (None, jlp.PerLayer(((".*", None),), NVFP4), ...):
+        for rules in (None, jlp.PerLayer(((".*", None),), NVFP4), jlp.FROM_CONTEXT):
             assert_same_bytes(with_gradients(jlp.quantize_matmuls(THEIRS["plain"], rules))(PARAMS, X), expected)
 
     @pytest.mark.slow
@@ -257,7 +257,7 @@ class TestStacks:
         function = jlp.quantize_matmuls(THEIRS["indexed"], self.RULES)
         with pytest.warns(UserWarning, match="no layer followed PerLayer"):
             assert_same_bytes(jax.jit(function)(STACKED, X), jax.jit(THEIRS["indexed"])(STACKED, X))
-        assert "not run by a scan" in str(jlp.explain(function, ..., STACKED, X))
+        assert "not run by a scan" in str(jlp.explain(function, jlp.FROM_CONTEXT, STACKED, X))
 
     def test_the_librarys_own_layers_do_not_know_their_place(self):
         with pytest.raises(ValueError, match="only quantize_matmuls knows a layer's place"):
@@ -418,7 +418,7 @@ head    32x8     -                -                -                left out by 
         for explained in (
             jlp.explain(function, rules, *shapes),
             jlp.explain(function, rules, params, X),
-            jlp.explain(jlp.quantize_matmuls(function, rules), ..., params, X),
+            jlp.explain(jlp.quantize_matmuls(function, rules), jlp.FROM_CONTEXT, params, X),
         ):
             assert str(explained) == expected.strip()
 

@@ -162,7 +162,7 @@ class TestPolicy:
         }
 
         @functools.partial(jax.jit, static_argnames=("name", "recipe"))
-        def step(name="", recipe=...):
+        def step(name="", recipe=jlp.FROM_CONTEXT):
             y, pullback = jax.vjp(lambda x, w: functions[call](x, w, name=name, recipe=recipe), x, w)
             return y, *pullback(dy.astype(y.dtype))
 

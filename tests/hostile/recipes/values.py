@@ -41,7 +41,10 @@ class _OwnText(str):
 
 
 SCALARS = {
-    **{repr(v): v for v in (None, True, False, ..., 0, 1, -1, 2, 3, 16, 32, 127, 128, 2**31, 2**32, 2**63)},
+    **{
+        repr(v): v
+        for v in (None, True, False, ..., jlp.FROM_CONTEXT, 0, 1, -1, 2, 3, 16, 32, 127, 128, 2**31, 2**32, 2**63)
+    },
     **{repr(v): v for v in (-(10**30), 10**30, 0.0, -0.0, 0.5, 1.0, 1e-40, 1e300, 1j)},
     **{repr(v): v for v in (float("nan"), float("inf"), -float("inf"), b"bytes", "", " ", "nearest", "stochastic")},
     **{

@@ -1,0 +1,59 @@
+"""What calls of the public functions look like: defaults that say what they mean."""
+
+import copy
+import importlib
+import inspect
+import pickle
+import pydoc
+import types
+
+import numpy as np
+import pytest
+
+import jaxlowprec as jlp
+
+ROOMS = """
+    checkpoint_policies checkpoints checkpoints.gguf checkpoints.schemes debug delayed_scaling layouts linen lora moe nnx
+    rl telemetry traffic weight_sync
+""".split()  # noqa: SIM905
+MODULES = ["jaxlowprec", *(f"jaxlowprec.{room}" for room in ROOMS)]
+
+
+def callables(module):
+    """The public functions and classes of a module by their names, with the parameters of each."""
+    for name in module.__all__:
+        value = getattr(module, name)
+        if callable(value) and not isinstance(value, types.ModuleType):
+            try:
+                yield name, value, inspect.signature(value).parameters
+            except ValueError:  # an exception without an __init__ of its own
+                assert issubclass(value, Exception)
+
+
+CALLABLES = {
+    f"{module}.{name}": (value, parameters)
+    for module in MODULES
+    for name, value, parameters in callables(importlib.import_module(module))
+}
+
+
+def test_recipes_default_to_that_of_the_context():
+    found = {
+        name: parameter.default
+        for name, (_, parameters) in CALLABLES.items()
+        for parameter in parameters.values()
+        if parameter.name in ("recipe", "rules") and parameter.default not in (parameter.empty, jlp.FROM_CONTEXT)
+    }
+    assert found == {"jaxlowprec.autocast": None}  # None: enabled=False needs none
+    assert "recipe: 'Recipe | None' = FROM_CONTEXT" in pydoc.render_doc(jlp.linear)
+
+
+def test_the_default_is_itself_after_a_copy():
+    for again in (copy.deepcopy(jlp.FROM_CONTEXT), pickle.loads(pickle.dumps(jlp.FROM_CONTEXT))):
+        assert again is jlp.FROM_CONTEXT
+
+
+@pytest.mark.parametrize("recipe", [..., "FROM_CONTEXT", jlp.NVFP4()])
+def test_what_is_no_recipe_is_refused_with_the_remedy(recipe):
+    with pytest.raises(TypeError, match=r"linear: recipe=.*; needs a recipe such as .*, or FROM_CONTEXT"):
+        jlp.linear(np.ones((2, 16), np.float32), np.ones((16, 4), np.float32), recipe=recipe)
