@@ -139,7 +139,7 @@ def main() -> None:
     if options.recipe == "qlora":
         wanted = nnx.LoRAParam
         decoder = decoder if options.quantized else jlp.quantize_params(decoder, jlp.WeightQAT(BASES[options.base]))
-        decoder = jlp.nnx.add_lora(decoder, options.rank, alpha=options.alpha, rngs=nnx.Rngs(options.seed))
+        decoder = jlp.nnx.add_lora(decoder, rank=options.rank, alpha=options.alpha, rngs=nnx.Rngs(options.seed))
     print(f"{jlp.explain(decoder, recipe)}\n")
     schedule = Schedule(options.steps, options.learning_rate, options.batch, options.seed, options.checkpoint_every)
     batches = Batches(options.encoded, options.batch, options.context, options.seed)

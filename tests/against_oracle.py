@@ -65,7 +65,9 @@ def dequantized(q, dtype):
 def assert_dequantizes(q, dtype, *implementations):
     """The numbers are the oracle's."""
     for implementation in implementations:
-        assert_same_numbers(jlp.dequantize(q, dtype, implementation=implementation), dequantized(q, jnp.dtype(dtype)))
+        assert_same_numbers(
+            jlp.dequantize(q, dtype=dtype, implementation=implementation), dequantized(q, jnp.dtype(dtype))
+        )
 
 
 def product(a, b, bias=None, activation=None, accumulate=None, activation_input=None, out_dtype=jnp.bfloat16):

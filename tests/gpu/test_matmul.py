@@ -150,7 +150,7 @@ def test_weight_only_products_are_near_the_cpus(cpu, gpu, fmt, dtype):
     for rows in (1, 7, 16, 40):
         x = random_array((rows, 256), dtype, rows)
         ours, theirs = (
-            run_on(d, lambda x, q, b: jlp.scaled_matmul(x, q, b, "gelu", out_dtype=jnp.float32), x, q, bias)
+            run_on(d, lambda x, q, b: jlp.scaled_matmul(x, q, b, activation="gelu", out_dtype=jnp.float32), x, q, bias)
             for d in (gpu, cpu)
         )
         size = np.abs(np.asarray(x, np.float64)) @ np.abs(decoded(q)).T + np.abs(np.asarray(bias))

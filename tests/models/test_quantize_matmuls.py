@@ -504,30 +504,30 @@ class TestSilence:
 
 class TestBadInput:
     @pytest.mark.parametrize(
-        ("arguments", "error", "message"),
+        ("arguments", "options", "error", "message"),
         [
-            ((3,), TypeError, "fn=3; needs a function"),
-            ((len, 3), TypeError, "recipe=3; needs a recipe"),
-            ((len, None, 1.5), TypeError, "params=1.5; needs an argument's position or name"),
-            ((len, None, ()), TypeError, "needs an argument's position or name"),
-            ((len, None, True), TypeError, "needs an argument's position or name"),
+            ((3,), {}, TypeError, "fn=3; needs a function"),
+            ((len, 3), {}, TypeError, "recipe=3; needs a recipe"),
+            ((len, None), {"params": 1.5}, TypeError, "params=1.5; needs an argument's position or name"),
+            ((len, None), {"params": ()}, TypeError, "needs an argument's position or name"),
+            ((len, None), {"params": True}, TypeError, "needs an argument's position or name"),
         ],
     )
-    def test_arguments(self, arguments, error, message):
+    def test_arguments(self, arguments, options, error, message):
         with pytest.raises(error, match=f"quantize_matmuls: .*{message}"):
-            jlp.quantize_matmuls(*arguments)
+            jlp.quantize_matmuls(*arguments, **options)
 
     @pytest.mark.parametrize("params", [2, -3, "weights"])
     def test_params_that_name_no_argument(self, params):
         with pytest.raises(
             ValueError, match="2 positional arguments and the keywords .*needs the position or the name"
         ):
-            jlp.quantize_matmuls(THEIRS["plain"], NVFP4, params)(PARAMS, X)
+            jlp.quantize_matmuls(THEIRS["plain"], NVFP4, params=params)(PARAMS, X)
 
     def test_params_by_name_and_several(self):
         expected = jax.jit(ours(NVFP4)["plain"])(PARAMS, X)
         for params in ("params", [-2], ("params",)):
-            assert_same_bytes(jax.jit(jlp.quantize_matmuls(THEIRS["plain"], NVFP4, params))(PARAMS, X), expected)
+            assert_same_bytes(jax.jit(jlp.quantize_matmuls(THEIRS["plain"], NVFP4, params=params))(PARAMS, X), expected)
         assert_same_bytes(jax.jit(jlp.quantize_matmuls(THEIRS["plain"], NVFP4))(params=PARAMS, x=X), expected)
 
     def test_a_function_that_cannot_be_traced(self):

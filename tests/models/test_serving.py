@@ -61,7 +61,7 @@ def whole(params, x):
 def test_the_parameters_give_the_bits_of_training(recipe, adapted):
     params = {name: weight(*SERVED[name][1]) for name in sorted(GOOD)}
     if adapted:
-        adapters = jlp.lora.init(jax.random.key(0), params, 2, dtype="float32", exclude=("experts",))
+        adapters = jlp.lora.init(jax.random.key(0), params, rank=2, dtype="float32", exclude=("experts",))
         adapters = jax.tree.map(lambda leaf: random_array(leaf.shape, "float32", leaf.size) / 8, adapters)
         params = jlp.lora.apply(params, adapters)
     quantized = jlp.quantize_matmuls(whole, recipe)

@@ -81,7 +81,7 @@ class TestEveryOp:
 
     def test_hadamard(self):
         with claiming_cuda():
-            (call,) = custom_calls(lambda x: jlp.hadamard_transform(x, -2, 32), jnp.ones((64, 48)))
+            (call,) = custom_calls(lambda x: jlp.hadamard_transform(x, axis=-2, size=32), jnp.ones((64, 48)))
         assert (call.target, call.operands, call.results) == ("jaxlowprec_hadamard", ["64x48xf32"], ["64x48xf32"])
         assert "vertical = true" in call.attributes
 
@@ -377,7 +377,7 @@ def test_xlas_gemm_of_the_decoded_weight_is_the_product(fmt, dtype):
     spec = WeightOnlySpec(fmt, False, False, True, epilogue)
     multiply = jax.jit(functools.partial(weight_only_cuda.decoded_matmul, spec))
     (y,) = multiply(x, q.data, q.scale, q.amax, q.zero_point, [bias])
-    expected = evaluated(jlp.scaled_matmul)(x, q, bias, "gelu", out_dtype=jnp.float32)
+    expected = evaluated(jlp.scaled_matmul)(x, q, bias, activation="gelu", out_dtype=jnp.float32)
     np.testing.assert_allclose(y, expected, rtol=1e-5, atol=1e-4)
 
 

@@ -32,7 +32,7 @@ def drawn(size=16):
 
 
 def quantize(x, key=KEY, fmt=NVFP4, axis=-1, size=16, **options):
-    return jlp.quantize(x, fmt, axis, drawn(size), sign_key=key, **options)
+    return jlp.quantize(x, fmt, axis=axis, hadamard=drawn(size), sign_key=key, **options)
 
 
 def codes_of(q):
@@ -66,7 +66,7 @@ class DrawnCases:
             options = {"size": size, "implementation": self.implementation}
             found = []
             for x, (_, axis, inverse) in zip(arrays, ways, strict=True):
-                transform = functools.partial(jlp.hadamard_transform, x, axis, inverse=inverse, **options)
+                transform = functools.partial(jlp.hadamard_transform, x, axis=axis, inverse=inverse, **options)
                 found.append((transform(signs="drawn", sign_key=KEY), transform(signs=signs_from(GOLDEN, size))))
             return found
 
@@ -98,9 +98,9 @@ class DrawnCases:
             return [
                 (
                     quantize(x, KEY, fmt, axis, size, **options),
-                    jlp.quantize(x, fmt, axis, fixed, **options),
+                    jlp.quantize(x, fmt, axis=axis, hadamard=fixed, **options),
                     jlp.dequantize(quantize(x, KEY, fmt, axis, size, **options), **options),
-                    jlp.dequantize(jlp.quantize(x, fmt, axis, fixed, **options), **options),
+                    jlp.dequantize(jlp.quantize(x, fmt, axis=axis, hadamard=fixed, **options), **options),
                 )
                 for axis in (-1, -2)
             ]
@@ -113,8 +113,10 @@ class DrawnCases:
     def test_stochastic_codes_are_those_of_the_same_fixed_signs(self):
         x, options = random_array((48, 80)), {"rounding": "stochastic", "implementation": self.implementation}
         fixed = jlp.Hadamard(16, signs_from(GOLDEN, 16))
-        found = jlp.quantize_both(x, NVFP4, drawn(), key=OTHER, sign_key=KEY, **options)
-        for q, like in zip(found, jlp.quantize_both(x, NVFP4, fixed, key=OTHER, **options), strict=True):
+        found = jlp.quantize_both(x, NVFP4, hadamard_columnwise=drawn(), key=OTHER, sign_key=KEY, **options)
+        for q, like in zip(
+            found, jlp.quantize_both(x, NVFP4, hadamard_columnwise=fixed, key=OTHER, **options), strict=True
+        ):
             assert_same_bytes(codes_of(q), codes_of(like))
 
 

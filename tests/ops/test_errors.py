@@ -19,7 +19,7 @@ SIGNS = tuple(-s for s in jlp.DEFAULT_SIGNS)
 
 
 def quantized(rows=16, columns=32, axis=-1, hadamard=False, batch=(), fmt=FMT):
-    return jlp.quantize(jnp.ones((*batch, rows, columns)), fmt, axis, hadamard)
+    return jlp.quantize(jnp.ones((*batch, rows, columns)), fmt, axis=axis, hadamard=hadamard)
 
 
 def multiply(a=None, b=None, **options):
@@ -148,7 +148,7 @@ class TestRounding:
     )
     def test_offsets(self, axis, offset, message):
         options = {"rounding": "stochastic", "key": KEY, "offset": offset}
-        assert_raised_at_trace_time(lambda: jlp.quantize(X, FMT, axis, **options), ValueError, message)
+        assert_raised_at_trace_time(lambda: jlp.quantize(X, FMT, axis=axis, **options), ValueError, message)
         assert_raised_at_trace_time(lambda: jlp.quantize_both(X, FMT, **options), ValueError, "needs a multiple")
 
     @pytest.mark.parametrize("op", ["quantize", "quantize_both"])
@@ -191,7 +191,7 @@ class TestRotations:
     def test_what_is_no_rotation(self, hadamard):
         message = f"hadamard={hadamard!r}; needs True, False or a jaxlowprec.Hadamard"
         assert_raised_at_trace_time(lambda: jlp.quantize(X, FMT, hadamard=hadamard), TypeError, message)
-        assert_raised_at_trace_time(lambda: jlp.quantize_both(X, FMT, hadamard), TypeError, message)
+        assert_raised_at_trace_time(lambda: jlp.quantize_both(X, FMT, hadamard_columnwise=hadamard), TypeError, message)
 
     @pytest.mark.parametrize("size", [-16, 0, 1, 8, 24, 48, 512])
     def test_sizes(self, size):
@@ -243,7 +243,7 @@ class TestRotations:
         message = "hadamard_transform: axis -1 has 24 elements; needs a multiple of size=16: pad it with jnp.pad"
         assert_raised_at_trace_time(lambda: jlp.hadamard_transform(jnp.ones((16, 24))), ValueError, message)
         message = "axis -2 has 16 elements; needs a multiple of size=32"
-        assert_raised_at_trace_time(lambda: jlp.hadamard_transform(X, 0, size=32), ValueError, message)
+        assert_raised_at_trace_time(lambda: jlp.hadamard_transform(X, axis=0, size=32), ValueError, message)
 
 
 class TestProducts:
@@ -402,7 +402,7 @@ class TestTensorScales:
 
 EVERY_OP = {
     "quantize": lambda q, i: jlp.quantize(X, FMT, implementation=i),
-    "quantize_both": lambda q, i: jlp.quantize_both(X, FMT, True, implementation=i),
+    "quantize_both": lambda q, i: jlp.quantize_both(X, FMT, hadamard_columnwise=True, implementation=i),
     "hadamard_transform": lambda q, i: jlp.hadamard_transform(X, implementation=i),
     "dequantize": lambda q, i: jlp.dequantize(q, implementation=i),
     "scaled_matmul": lambda q, i: jlp.scaled_matmul(q, q, implementation=i),

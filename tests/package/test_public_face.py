@@ -1,4 +1,4 @@
-"""What calls of the public functions look like: defaults that say what they mean."""
+"""What calls of the public functions look like: defaults that say what they mean, options by their names."""
 
 import copy
 import importlib
@@ -13,8 +13,8 @@ import pytest
 import jaxlowprec as jlp
 
 ROOMS = """
-    checkpoint_policies checkpoints checkpoints.gguf checkpoints.schemes debug delayed_scaling layouts linen lora moe nnx
-    rl telemetry traffic weight_sync
+    checkpoint_policies checkpoints checkpoints.gguf checkpoints.schemes debug delayed_scaling layouts linen lora moe
+    nnx rl telemetry traffic weight_sync
 """.split()  # noqa: SIM905
 MODULES = ["jaxlowprec", *(f"jaxlowprec.{room}" for room in ROOMS)]
 
@@ -57,3 +57,31 @@ def test_the_default_is_itself_after_a_copy():
 def test_what_is_no_recipe_is_refused_with_the_remedy(recipe):
     with pytest.raises(TypeError, match=r"linear: recipe=.*; needs a recipe such as .*, or FROM_CONTEXT"):
         jlp.linear(np.ones((2, 16), np.float32), np.ones((16, 4), np.float32), recipe=recipe)
+
+
+OPTIONAL_BY_PLACE = """
+    bias biases beta residual mask recipe rules routing scheme reference tree limits names
+""".split()  # noqa: SIM905
+AS_IN_JAX = {  # drop-ins take by place what JAX's function takes by place, and the others what a like function of JAX's
+    "jaxlowprec.dot_general": ["precision", "preferred_element_type"],
+    "jaxlowprec.ragged_dot": ["precision", "preferred_element_type", "group_offset", "out_sharding"],
+    "jaxlowprec.all_to_all_quantized": ["split_axis", "concat_axis"],
+    "jaxlowprec.telemetry.value_and_grad": ["argnums", "has_aux"],
+    "jaxlowprec.moe.route": ["k"],  # jax.lax.top_k
+    "jaxlowprec.moe.dispatch": ["num_experts"],  # jax.nn.one_hot
+}
+
+
+def options_by_place(parameters):
+    """The parameters that a call may give by place though they are neither an operand nor the format or recipe."""
+    for name, parameter in parameters.items():
+        plain = str(parameter.annotation).split(" ")[0] in ("int", "float", "bool")
+        optional = parameter.default is not parameter.empty and name not in OPTIONAL_BY_PLACE
+        if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD) and (plain or optional):
+            yield name
+
+
+def test_options_are_keyword_only():
+    functions = {name: parameters for name, (value, parameters) in CALLABLES.items() if not isinstance(value, type)}
+    found = {name: given for name, parameters in functions.items() if (given := list(options_by_place(parameters)))}
+    assert len(functions) > 90 and found == AS_IN_JAX

@@ -304,7 +304,7 @@ class TestBackward:
     def test_clipped_is_masked_where_fake_quantize_masks(self, fmt):
         x, w, dy = operands()
         w = np.round(np.asarray(w) * 16) / 16 + np.float32((fmt.element == "int4") * 0.4)  # ties; groups off centre
-        mask = np.asarray(jax.jit(jax.grad(lambda w: jlp.fake_quantize(w, fmt, -2, "clipped").sum()))(w))
+        mask = np.asarray(jax.jit(jax.grad(lambda w: jlp.fake_quantize(w, fmt, axis=-2, ste="clipped").sum()))(w))
         assert np.any(mask == 0) == (fmt != jlp.Int4(32))
         dx, dw = self.gradients(jlp.WeightQAT(fmt), x, w, dy)
         clipped = self.gradients(jlp.WeightQAT(fmt, ste="clipped"), x, w, dy)

@@ -144,7 +144,7 @@ CALLS = (
         step="3",
     ),
     _call(
-        lambda recipe, step, total_steps: jlp.recipe_schedule({0: recipe}, total_steps).at(step),
+        lambda recipe, step, total_steps: jlp.recipe_schedule({0: recipe}, total_steps=total_steps).at(step),
         "RecipeSchedule",
         name="recipe_schedule",
         recipe="PerGemm",

@@ -216,8 +216,8 @@ class TestState:
         state = delayed_scaling.init_state(self.recipe) | {"kernel_amax_history": jnp.asarray([2.0, 3.0, 5.0])}
         quantized = jlp.quantize_kernel(self.w, self.recipe, state=state)
         encode = jnp.asarray(F(448) / F(5))
-        assert_same_bytes(quantized.rowwise, jlp.quantize(self.w, E4M3, -1, encode_scale=encode))
-        assert_same_bytes(quantized.columnwise, jlp.quantize(self.w, E4M3, -2, encode_scale=encode))
+        assert_same_bytes(quantized.rowwise, jlp.quantize(self.w, E4M3, axis=-1, encode_scale=encode))
+        assert_same_bytes(quantized.columnwise, jlp.quantize(self.w, E4M3, axis=-2, encode_scale=encode))
 
     def test_orbax_round_trip(self, tmp_path):
         _, state = step(

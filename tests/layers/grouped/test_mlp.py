@@ -110,13 +110,13 @@ def test_eight_bits_are_what_the_backward_pass_reads(recipe):
         def hidden(x, kernels, biases):
             calls = zip(kernels, biases, range(2), strict=True)
             return [
-                jlp.grouped_matmul(x, w, sizes, b, recipe, jax.random.fold_in(KEY, i), name=NAMES[i])
+                jlp.grouped_matmul(x, w, sizes, b, recipe, key=jax.random.fold_in(KEY, i), name=NAMES[i])
                 for w, b, i in calls
             ]
 
         def down(a, kernel, bias):
             key = jax.random.fold_in(KEY, 2)
-            return jlp.grouped_matmul(a, kernel, sizes, bias, recipe, key, name=NAMES[2])
+            return jlp.grouped_matmul(a, kernel, sizes, bias, recipe, key=key, name=NAMES[2])
 
         operands, first_back = jax.vjp(hidden, x, kernels[:2], biases[:2])
         decoded = [jlp.quantize(v, jlp.MXFP8()).dequantize() for v in operands]

@@ -54,11 +54,15 @@ def quantised(recipe, x, w, dy):
     rotation = gradient.hadamard or False
     key = KEY if gradient.rounding == "stochastic" else None
     x_options, w_options, dy_options = ({"encode_scale": encode[t]} for t in ("input", "kernel", "output_grad"))
-    x_row = jlp.quantize(x, roles.input.format, -1, **x_options)
-    x_column = jlp.quantize(x, roles.input.format, -2, roles.input.hadamard or False, **x_options)
-    w_row, w_column = (jlp.quantize(w, roles.weight.format, axis, **w_options) for axis in (-1, -2))
-    dy_row = jlp.quantize(dy, gradient.format, -1, False, gradient.rounding, key, **dy_options)
-    dy_column = jlp.quantize(dy, gradient.format, -2, rotation, gradient.rounding, key, **dy_options)
+    x_row = jlp.quantize(x, roles.input.format, axis=-1, **x_options)
+    x_column = jlp.quantize(x, roles.input.format, axis=-2, hadamard=roles.input.hadamard or False, **x_options)
+    w_row, w_column = (jlp.quantize(w, roles.weight.format, axis=axis, **w_options) for axis in (-1, -2))
+    dy_row = jlp.quantize(
+        dy, gradient.format, axis=-1, hadamard=False, rounding=gradient.rounding, key=key, **dy_options
+    )
+    dy_column = jlp.quantize(
+        dy, gradient.format, axis=-2, hadamard=rotation, rounding=gradient.rounding, key=key, **dy_options
+    )
     return (x_row, w_column.mT), (dy_row, w_row), (x_column.mT, dy_column.mT)
 
 

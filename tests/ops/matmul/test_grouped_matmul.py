@@ -193,7 +193,7 @@ class TestQuantizing:
         x = random_array((rows, columns), "float32")
         found = group_amaxes(x, jnp.asarray(sizes, jnp.int32), True, Hadamard(), implementation)
         for index, first, end in groups_of(sizes, rows):
-            row, column = jlp.quantize_both(x[first:end], jlp.NVFP4(), True)
+            row, column = jlp.quantize_both(x[first:end], jlp.NVFP4(), hadamard_columnwise=True)
             assert_same_bytes((found[0][index], found[1][index]), (row.amax, column.amax))
         assert float(found[0][1]) == float(found[1][1]) == 0  # an empty group
 

@@ -217,14 +217,14 @@ class TestMeaning:
     def test_columnwise_operands_contract_over_their_rows_as_mt(self):
         """The weight gradient: x^T dy from the columnwise results of quantize_both."""
         x, dy = random_array((48, 40), seed=1), random_array((48, 56), seed=2)
-        a, b = (jlp.quantize_both(v, jlp.NVFP4(), True)[1].mT for v in (x, dy))
+        a, b = (jlp.quantize_both(v, jlp.NVFP4(), hadamard_columnwise=True)[1].mT for v in (x, dy))
         separate = [jlp.quantize(v.T, jlp.NVFP4(), hadamard=True) for v in (x, dy)]
         assert_same_bytes(jlp.scaled_matmul(a, b), jlp.scaled_matmul(*separate))
 
     def test_gelu_is_the_tanh_form(self):
         bias = jnp.linspace(-12, 12, 4001)
         a, b = (jlp.quantize(jnp.zeros((n, 16)), jlp.NVFP4()) for n in (1, bias.size))
-        y = jlp.scaled_matmul(a, b, bias, "gelu", out_dtype=jnp.float32)[0]
+        y = jlp.scaled_matmul(a, b, bias, activation="gelu", out_dtype=jnp.float32)[0]
         v = np.asarray(bias, np.float64)
         exact = 0.5 * v * (1 + np.tanh(np.sqrt(2 / np.pi) * (v + 0.044715 * v**3)))
         np.testing.assert_allclose(y, exact, rtol=2e-5, atol=1e-7)
@@ -234,16 +234,21 @@ class TestMeaning:
         a, b = operands((16, 64, 24), PAIRS[0], seed=8, amax=0.01)
         bias, accumulate = random_array((24,), "float32", 1), random_array((16, 24), "float32", 2)
         product = jlp.scaled_matmul(a, b, out_dtype=jnp.float32)
-        y, before = jlp.scaled_matmul(a, b, bias, "gelu", accumulate, jnp.float32, return_pre_activation=True)
+        y, before = jlp.scaled_matmul(
+            a, b, bias, activation="gelu", accumulate=accumulate, out_dtype=jnp.float32, return_pre_activation=True
+        )
         assert_same_bytes(before, product + bias)
         np.testing.assert_allclose(y, jax.nn.gelu(before, approximate=True) + accumulate, rtol=1e-4, atol=1e-5)
-        assert_same_bytes(jlp.scaled_matmul(a, b, bias, "gelu", accumulate, jnp.float16), y.astype(jnp.float16))
+        assert_same_bytes(
+            jlp.scaled_matmul(a, b, bias, activation="gelu", accumulate=accumulate, out_dtype=jnp.float16),
+            y.astype(jnp.float16),
+        )
 
     @pytest.mark.parametrize("bad", [np.nan, np.inf])
     def test_bad_epilogue_operands_reach_the_result(self, bad):
         a, b = operands((5, 32, 6), PAIRS[0], amax=1)
         bias, accumulate = jnp.zeros(6).at[2].set(bad), jnp.zeros((5, 6)).at[3, 1].set(bad)
-        y = np.asarray(jlp.scaled_matmul(a, b, bias, "gelu", accumulate, jnp.float32))
+        y = np.asarray(jlp.scaled_matmul(a, b, bias, activation="gelu", accumulate=accumulate, out_dtype=jnp.float32))
         finite = np.ones((5, 6), bool)
         finite[:, 2], finite[3, 1] = False, False
         np.testing.assert_array_equal(np.isfinite(y), finite)

@@ -302,7 +302,7 @@ class TestEpilogue:
         v = random_array((32, 40), "float32", 3)
         a, b = jlp.quantize(x, jlp.MXFP8()), jlp.quantize(w, jlp.MXFP8())
         _, before = jlp.scaled_matmul(a, b, activation="gelu", out_dtype=jnp.float32, return_pre_activation=True)
-        d, c = jlp.quantize(dy, jlp.MXFP8("e5m2")), jlp.quantize(v, jlp.MXFP8(), -2).mT
+        d, c = jlp.quantize(dy, jlp.MXFP8("e5m2")), jlp.quantize(v, jlp.MXFP8(), axis=-2).mT
         plain = jlp.scaled_matmul(d, c, out_dtype=jnp.float32)
         back = jlp.scaled_matmul(d, c, activation="dgelu", activation_input=before, out_dtype=jnp.float32)
         np.testing.assert_allclose(back, np.float64(plain) * exact_dgelu(before), rtol=1e-4, atol=1e-4)

@@ -179,7 +179,7 @@ class TestByReference(ByReference, WeightOnlyCases):
         """|y - y'| <= K 2^-23 |x||w|."""
         x, q = operands((5, 130, 21), fmt, "float32")
         (y,), native = products([(x, q)], "reference"), weight_only_product(x, q, out_dtype=jnp.float32)[0]
-        w = np.abs(np.asarray(jlp.dequantize(q, jnp.float32), np.float64))
+        w = np.abs(np.asarray(jlp.dequantize(q, dtype=jnp.float32), np.float64))
         difference = np.abs(np.asarray(y, np.float64) - native)
         assert (difference <= 130 * 2.0**-23 * (np.abs(np.asarray(x, np.float64)) @ w.T)).all()
 
@@ -274,14 +274,15 @@ class TestWhatChangesNothing:
         kernel = random_array((256, 96), seed=1)
         x = random_array((5, 256))
         assert_same_bytes(
-            jlp.scaled_matmul(x, jlp.quantize(kernel, fmt, -2).mT), jlp.scaled_matmul(x, jlp.quantize(kernel.T, fmt))
+            jlp.scaled_matmul(x, jlp.quantize(kernel, fmt, axis=-2).mT),
+            jlp.scaled_matmul(x, jlp.quantize(kernel.T, fmt)),
         )
 
     @over_some
     def test_it_is_the_product_with_the_dequantised_weight(self, fmt):
         x, w = random_array((20, 512), seed=2), random_array((30, 512), seed=3)
         q = jlp.quantize(w, fmt)
-        exact = np.asarray(x, np.float64) @ np.asarray(jlp.dequantize(q, jnp.float32), np.float64).T
+        exact = np.asarray(x, np.float64) @ np.asarray(jlp.dequantize(q, dtype=jnp.float32), np.float64).T
         y = jlp.scaled_matmul(x, q, out_dtype=jnp.float32)
         np.testing.assert_allclose(y, exact, rtol=1e-5, atol=1e-5 * np.abs(exact).max())
 
@@ -381,10 +382,10 @@ class TestSharding:
         x, q = operands((4, 8, 128, 64), fmt)
         q = jax.tree.map(lambda v: v[0], q)
         mesh = mesh_of((2, 2), axis_type)
-        wanted = jlp.scaled_matmul(x, q, jnp.ones(64), "gelu")
+        wanted = jlp.scaled_matmul(x, q, jnp.ones(64), activation="gelu")
         with jax.set_mesh(mesh):
             placed = place(x, mesh, P("a", None, None)), split(q, mesh, P("b", None))
-            y = jax.jit(lambda x, q: jlp.scaled_matmul(x, q, jnp.ones(64), "gelu"))(*placed)
+            y = jax.jit(lambda x, q: jlp.scaled_matmul(x, q, jnp.ones(64), activation="gelu"))(*placed)
         assert_same_bytes(y, wanted)
 
     def test_a_split_contraction_adds_the_epilogue_once(self, fmt):
@@ -392,7 +393,7 @@ class TestSharding:
         mesh = mesh_of((4,))
 
         def function(x, q):
-            return jlp.scaled_matmul(x, q, jnp.full(64, 100.0), "gelu", out_dtype=jnp.float32)
+            return jlp.scaled_matmul(x, q, jnp.full(64, 100.0), activation="gelu", out_dtype=jnp.float32)
 
         with jax.set_mesh(mesh):
             compiled = jax.jit(function).lower(place(x, mesh, P(None, "a")), split(q, mesh, P(None, "a"))).compile()
@@ -423,7 +424,7 @@ class TestErrors:
             (lambda x, w: (x[0], jlp.quantize(w, jlp.NVFP4())), ValueError, ["a has shape (64,)", "two dimensions"]),
             (lambda x, w: (x, jlp.quantize(w[0], jlp.NVFP4())), ValueError, ["b has shape (64,)", "two dimensions"]),
             (
-                lambda x, w: (x, jlp.quantize(w, jlp.NVFP4(), -2)),
+                lambda x, w: (x, jlp.quantize(w, jlp.NVFP4(), axis=-2)),
                 ValueError,
                 ["b of shape (32, 64) is quantised along axis -2", "quantise it with axis=-1, or pass b.mT"],
             ),

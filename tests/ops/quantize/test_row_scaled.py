@@ -174,7 +174,7 @@ class TestGemm:
         y = self.by_rule(a, b) + np.asarray(bias)
         found = jlp.scaled_matmul(a, b, bias, accumulate=total, out_dtype=jnp.float32)
         assert_same_bytes(found, y + np.asarray(total))
-        _, before = jlp.scaled_matmul(a, b, bias, "gelu", out_dtype=jnp.float32, return_pre_activation=True)
+        _, before = jlp.scaled_matmul(a, b, bias, activation="gelu", out_dtype=jnp.float32, return_pre_activation=True)
         assert_same_bytes(before, y)
 
 
