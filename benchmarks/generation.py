@@ -92,7 +92,7 @@ def products(decoder: Decoder) -> Any:
         carried = jnp.zeros((), jnp.bfloat16)
         for group in groups:
             x = inputs[group[0].shape[0]] + carried
-            carried = sum(jlp.scaled_matmul(x, q.mT, out_dtype=jnp.bfloat16)[0, 0] for q in group) * 0
+            carried = sum(jlp.scaled_matmul(x, q.mT, preferred_element_type=jnp.bfloat16)[0, 0] for q in group) * 0
         return carried
 
     groups = kernels(decoder)

@@ -213,7 +213,13 @@ def _fprop(spec: _ProductSpec, x, w, bias, q):
             q = quantize_weight(w, spec.served.format, spec.served.served_dtype)
     kept = named(q, CHECKPOINT_NAMES[1])  # before fprop reads it, so that nothing quantises it again if it is kept
     with in_profiles("fprop"):
-        return scaled_matmul(x, read(kept).mT, bias, out_dtype=spec.out_dtype, out_sharding=spec.out_sharding), kept
+        return scaled_matmul(
+            x,
+            read(kept).mT,
+            bias,
+            preferred_element_type=spec.out_dtype,
+            out_sharding=spec.out_sharding,
+        ), kept
 
 
 def _forward(spec: _ProductSpec, x, w, bias, q, probe):

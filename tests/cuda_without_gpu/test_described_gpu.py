@@ -68,7 +68,7 @@ class TestOps:
     def test_scaled_matmul(self, devices, fmt):
         def run(a, b, bias):
             return jlp.scaled_matmul(
-                jlp.quantize(a, fmt), jlp.quantize(b, fmt), bias, activation="gelu", out_dtype=jnp.bfloat16
+                jlp.quantize(a, fmt), jlp.quantize(b, fmt), bias, activation="gelu", preferred_element_type=jnp.bfloat16
             )
 
         a, b, bias = jnp.ones((128, 512)), jnp.ones((256, 512)), jnp.ones(256)

@@ -48,7 +48,7 @@ def test_wgrad_multiplies_the_operands_that_quantize_gives(rule):
     x = jlp.quantize(X, fmt, axis=-2, hadamard=True, rounding="eden", key=further_words(words))
     dy = jlp.quantize(DY, fmt, axis=-2, hadamard=True, rounding="eden", key=words)
     dx, dw = gradients(with_eden(rule))
-    assert_same_bytes(dw, jlp.scaled_matmul(x.mT, dy.mT, out_dtype=jnp.float32))
+    assert_same_bytes(dw, jlp.scaled_matmul(x.mT, dy.mT, preferred_element_type=jnp.float32))
     assert_same_bytes(dx, gradients(jlp.NVFP4BlockScaling())[0])  # dgrad is as it was
 
 
@@ -116,7 +116,7 @@ def test_kernels_that_share_an_input_share_its_bits():
     x = jlp.quantize(X, jlp.NVFP4(), axis=-2, hadamard=True, rounding="eden", key=further_words(words[0]))
     for own, dy, dw in zip(words, dys, dws, strict=True):
         q = jlp.quantize(dy, jlp.NVFP4(), axis=-2, hadamard=True, rounding="eden", key=own)
-        assert_same_bytes(dw, jlp.scaled_matmul(x.mT, q.mT, out_dtype=jnp.float32))
+        assert_same_bytes(dw, jlp.scaled_matmul(x.mT, q.mT, preferred_element_type=jnp.float32))
 
 
 def test_kernels_that_share_an_input_without_a_key():

@@ -60,7 +60,7 @@ class TestForward:
             for b in (None, bias):
                 found.append(jlp.linear(x, w, b, recipe=recipe))
                 found.append(jax.vjp(lambda x, b=b: jlp.linear(x, w, b, recipe=recipe), x)[0])  # differentiated
-                expected += [jlp.scaled_matmul(xq, wq.mT, b, out_dtype=x.dtype)] * 2
+                expected += [jlp.scaled_matmul(xq, wq.mT, b, preferred_element_type=x.dtype)] * 2
             return found, expected
 
         assert_same_bytes(*both(x, w, bias))

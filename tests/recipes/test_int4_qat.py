@@ -190,7 +190,7 @@ class TestForward:
         x, w, _ = operands((tokens, 64, 48), dtype)
         bias, recipe = random_array((48,), "float32", 3), jlp.WeightQAT(fmt)
         q = jlp.quantize(served(w, fmt), fmt, axis=-2)
-        expected = jlp.scaled_matmul(x, q.mT, bias, out_dtype=dtype)
+        expected = jlp.scaled_matmul(x, q.mT, bias, preferred_element_type=dtype)
 
         def train(x, w, bias):
             return jlp.linear(x, w, bias, recipe=recipe)

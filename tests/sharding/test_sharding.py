@@ -233,7 +233,10 @@ class TestMatmul:
     )
     def test_a_split_contraction_adds_the_epilogue_once(self, sizes, x_spec, w_spec, implementation, axis_type):
         """Partial sums meet in another order, so results agree to float32's rounding, not in bytes."""
-        args, function = self.operands(), self.function(out_dtype=jnp.float32, implementation=implementation)
+        args, function = (
+            self.operands(),
+            self.function(preferred_element_type=jnp.float32, implementation=implementation),
+        )
         result, _ = on_mesh(function, args, (x_spec, w_spec, P(), P()), mesh_of(sizes, axis_type))
         for actual, wanted in zip(result, jax.jit(function)(*args), strict=True):
             assert actual.dtype == wanted.dtype
@@ -335,12 +338,12 @@ class TestShardMap:
 
         def local(x, w):
             a, b = jlp.quantize(x, ROW, amax=amax_x), jlp.quantize(w, ROW, amax=amax_w)
-            return jax.lax.psum(jlp.scaled_matmul(a, b, out_dtype=jnp.float32), "b")
+            return jax.lax.psum(jlp.scaled_matmul(a, b, preferred_element_type=jnp.float32), "b")
 
         function = jax.shard_map(
             local, mesh=mesh, in_specs=(P("a", "b"), P(None, "b")), out_specs=P("a"), check_vma=check_vma
         )
-        wanted = jlp.scaled_matmul(a, b, out_dtype=jnp.float32)
+        wanted = jlp.scaled_matmul(a, b, preferred_element_type=jnp.float32)
         np.testing.assert_allclose(jax.jit(function)(x, w), wanted, rtol=1e-5, atol=1e-5)
 
     @by_axis_type

@@ -231,7 +231,11 @@ def _epilogue(rng, shape, columns):
 
     def options(extras):
         extras = list(extras)
-        found = {"activation": activation, "out_dtype": out_dtype, "return_pre_activation": activation == "gelu"}
+        found = {
+            "activation": activation,
+            "preferred_element_type": out_dtype,
+            "return_pre_activation": activation == "gelu",
+        }
         found |= {"bias": extras.pop(0)} if with_bias else {}
         found |= {"accumulate": extras.pop(0)} if added else {}
         return found | ({"activation_input": extras.pop(0)} if activation == "dgelu" else {})

@@ -175,7 +175,7 @@ CALLS = (
         b="x.T",
         others=("key", "name", "state", "precision", "preferred_element_type", "out_sharding"),
     ),
-    _call(jlp.grouped_matmul, x="x", kernels="cube.mT", group_sizes="int32", recipe="None"),
+    _call(jlp.grouped_matmul, lhs="x", rhs="cube.mT", group_sizes="int32", recipe="None"),
     _call(jlp.ragged_dot, "grouped_matmul", lhs="x", rhs="cube.mT", group_sizes="int32"),
     _call(jlp.all_gather_quantized, q="in NVFP4 1x16", axis_name="'x'"),
     _call(jlp.all_to_all_quantized, q="in NVFP4 1x16", axis_name="'x'"),

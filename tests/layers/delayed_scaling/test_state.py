@@ -65,7 +65,7 @@ def gemms(x, w, dy, encode):
     w_row, w_column = jlp.quantize_both(w, E4M3, encode_scale=encode["kernel"])
     dy_row, dy_column = jlp.quantize_both(dy, E5M2, encode_scale=encode["output_grad"])
     pairs = (x_row, w_column.mT), (dy_row, w_row), (x_column.mT, dy_column.mT)
-    return tuple(jlp.scaled_matmul(a, b, out_dtype=jnp.float32) for a, b in pairs)
+    return tuple(jlp.scaled_matmul(a, b, preferred_element_type=jnp.float32) for a, b in pairs)
 
 
 @pytest.mark.parametrize("margin", [0, 2, -1])

@@ -181,7 +181,7 @@ def separate(x, kernels, sizes, biases, recipe, *, states, activation="swiglu"):
     function = jlp.swiglu if activation == "swiglu" else activation
     last = len(kernels) - 1
     products = [
-        functools.partial(jlp.grouped_matmul, kernels=w, group_sizes=sizes, bias=b, recipe=recipe, state=state)
+        functools.partial(jlp.grouped_matmul, rhs=w, group_sizes=sizes, bias=b, recipe=recipe, state=state)
         for w, b, state in zip(kernels, biases, states, strict=True)
     ]
     hidden, after = zip(*(product(x) for product in products[:last]), strict=True)

@@ -68,7 +68,9 @@ def quantised(recipe, x, w, dy):
 
 @jax.jit
 def multiplied(pairs, like):
-    return [jlp.scaled_matmul(a, b, out_dtype=result.dtype) for (a, b), result in zip(pairs, like, strict=True)]
+    return [
+        jlp.scaled_matmul(a, b, preferred_element_type=result.dtype) for (a, b), result in zip(pairs, like, strict=True)
+    ]
 
 
 class TestGemms:
@@ -120,7 +122,7 @@ class TestGemms:
         def both(x, w, dy, bias):
             y, pullback = jax.vjp(lambda b: f(x, w, b), bias)
             (a, b), *_ = quantised(recipe, x, w, dy)
-            return y, pullback(dy)[0], jlp.scaled_matmul(a, b, bias, out_dtype=x.dtype)
+            return y, pullback(dy)[0], jlp.scaled_matmul(a, b, bias, preferred_element_type=x.dtype)
 
         y, of_bias, expected = both(x, w, dy, bias)
         assert_same_bytes(y, expected)
@@ -314,8 +316,12 @@ class TestCustom:
     @pytest.mark.parametrize(
         ("formats", "differentiated", "message"),
         [
-            ({"weight": Float8Block()}, False, "MXFP8 E4M3 1x32 and b is Float8Block E4M3 1x128; there is no GEMM of"),
-            ({"weight": MXFP8(scale_rule="floor")}, False, "scale_rule='up' and b has 'floor'; quantise both by the"),
+            (
+                {"weight": Float8Block()},
+                False,
+                "MXFP8 E4M3 1x32 and rhs is Float8Block E4M3 1x128; there is no GEMM of",
+            ),
+            ({"weight": MXFP8(scale_rule="floor")}, False, "scale_rule='up' and rhs has 'floor'; quantise both by the"),
             ({"input": MXFP8("e5m2"), "weight": MXFP8("e5m2")}, False, "no GEMM takes E5M2 x E5M2"),
             ({"weight": MXFP8("e5m2"), "grad_output": MXFP8("e5m2")}, True, "no GEMM takes E5M2 x E5M2"),
             ({"grad_output": Float8Tensor()}, True, "there is no GEMM of formats scaled differently"),

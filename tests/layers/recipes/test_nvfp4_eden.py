@@ -119,7 +119,7 @@ class TestProducts:
     @pytest.mark.parametrize("recipe", [RECIPE, SQUARE], ids=["1x16", "16x16"])
     def test_forward_reads_operands_of_chosen_scales(self, recipe):
         x, w = jlp.quantize(X, CHOSEN), jlp.quantize(W, recipe.roles().weight.format, axis=-2)
-        assert_same_bytes(step(recipe)[0], jlp.scaled_matmul(x, w.mT, out_dtype=X.dtype))
+        assert_same_bytes(step(recipe)[0], jlp.scaled_matmul(x, w.mT, preferred_element_type=X.dtype))
 
     @pytest.mark.parametrize(
         "changes",
@@ -135,7 +135,7 @@ class TestProducts:
         """N is 96: the last transform of 128 is padded in both operands."""
         recipe = jlp.NVFP4Eden(**changes)
         dy, w = dgrads_operands(recipe)
-        assert_same_bytes(step(recipe)[1], jlp.scaled_matmul(dy, w, out_dtype=X.dtype))
+        assert_same_bytes(step(recipe)[1], jlp.scaled_matmul(dy, w, preferred_element_type=X.dtype))
 
     def test_wgrads_input_is_that_of_the_forward_pass_if_asked(self):
         recipe = jlp.NVFP4Eden(requantize_input=True)
@@ -145,7 +145,7 @@ class TestProducts:
             jlp.quantize(a, CHOSEN, axis=-2, hadamard=rotation, rounding="eden", key=words_of(stream), sign_key=KEY)
             for a, stream in ((decoded, 3), (DY, 0))
         )
-        assert_same_bytes(step(recipe)[2], jlp.scaled_matmul(x.mT, dy.mT, out_dtype=jnp.float32))
+        assert_same_bytes(step(recipe)[2], jlp.scaled_matmul(x.mT, dy.mT, preferred_element_type=jnp.float32))
         assert_same_bytes(step(recipe)[:2], step(RECIPE)[:2])
 
     def test_dgrad_of_square_weights_is_the_default_recipes(self):
@@ -236,7 +236,7 @@ class TestProducts:
         dy, _ = dgrads_operands(RECIPE)
         rotation = jlp.Hadamard(128, "drawn")
         w = jlp.quantize(W, CHOSEN, axis=-1, hadamard=rotation, rounding="eden", key=words_of(4), sign_key=dy.signs)
-        assert_same_bytes(found[1], jlp.scaled_matmul(dy, w, out_dtype=X.dtype))
+        assert_same_bytes(found[1], jlp.scaled_matmul(dy, w, preferred_element_type=X.dtype))
 
     @pytest.mark.slow
     def test_a_kernel_that_is_quantised_once(self):

@@ -82,7 +82,7 @@ def check(results, mixture, x, w, dy):
         assert result.dtype == like.dtype
         if isinstance(recipe, jlp.Recipe):
             a, b = quantised(recipe, gemm, x, w, dy)
-            assert_same_bytes(result, jlp.scaled_matmul(a, b, out_dtype=like.dtype))
+            assert_same_bytes(result, jlp.scaled_matmul(a, b, preferred_element_type=like.dtype))
         else:
             seen, g = original if recipe is None else read, np.asarray(dy, np.float64)
             assert_is_product(result, *[(seen["x"], seen["w"]), (g, seen["w"].T), (seen["x"].T, g)][gemm])

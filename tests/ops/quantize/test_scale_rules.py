@@ -232,6 +232,6 @@ def test_operands_of_different_rules_are_multiplied():
     rules = ("six", *RULES)
     for a, b in itertools.product(rules, rules):
         qa, qb = jlp.quantize(x, jlp.NVFP4(scale_rule=a)), jlp.quantize(w, jlp.NVFP4((16, 16), b))
-        y = jlp.scaled_matmul(qa, qb, out_dtype=jnp.float32)
+        y = jlp.scaled_matmul(qa, qb, preferred_element_type=jnp.float32)
         a_numbers, b_numbers = (np.asarray(jlp.dequantize(q, dtype=jnp.float32), np.float64) for q in (qa, qb))
         np.testing.assert_allclose(np.asarray(y), a_numbers @ b_numbers.T, rtol=1e-4, atol=1e-3)

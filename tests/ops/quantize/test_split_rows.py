@@ -119,16 +119,22 @@ class TestProducts:
         x, w = random_array((S, R, C), seed=8), random_array((512, C), seed=6)
         b = jlp.quantize(w, pair[1])
         a = jlp.quantize(x, pair[0], rows_split=True)
-        y = scaled_matmul_of_rows(a, b, self.bias, rows_split=True, out_dtype=jnp.float32, out_sharding=None)
-        merged = jlp.scaled_matmul(jlp.quantize(x.reshape(-1, C), pair[0]), b, self.bias, out_dtype=jnp.float32)
+        y = scaled_matmul_of_rows(
+            a, b, self.bias, rows_split=True, preferred_element_type=jnp.float32, out_sharding=None
+        )
+        merged = jlp.scaled_matmul(
+            jlp.quantize(x.reshape(-1, C), pair[0]), b, self.bias, preferred_element_type=jnp.float32
+        )
         assert_same_bytes(y, merged.reshape(S, R, -1))
 
     def test_parts_that_are_summed_over(self, pair):
         values = random_array((S, R, C), seed=9), random_array((S, R, 128), seed=10)
         operands = [jlp.quantize(v, fmt, axis=-2, rows_split=True).mT for v, fmt in zip(values, pair, strict=True)]
-        y = scaled_matmul_of_rows(*operands, None, rows_split=True, out_dtype=jnp.float32, out_sharding=None)
+        y = scaled_matmul_of_rows(
+            *operands, None, rows_split=True, preferred_element_type=jnp.float32, out_sharding=None
+        )
         merged = [jlp.quantize(v.reshape(-1, v.shape[-1]), f, axis=-2).mT for v, f in zip(values, pair, strict=True)]
-        assert_same_bytes(y, jlp.scaled_matmul(*merged, out_dtype=jnp.float32))
+        assert_same_bytes(y, jlp.scaled_matmul(*merged, preferred_element_type=jnp.float32))
 
 
 class TestErrors:
