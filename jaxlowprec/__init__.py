@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from jaxlowprec import checkpoint_policies, delayed_scaling, layouts, telemetry
+from jaxlowprec import checkpoint_policies, delayed_scaling, layouts, ops, telemetry
 from jaxlowprec.arrays.formats import MXFP4, MXFP8, NVFP4, Float8Block, Float8Tensor, Int4
 from jaxlowprec.arrays.hadamard import DEFAULT_SIGNS, Hadamard
 from jaxlowprec.arrays.quantized_array import QuantizedArray
@@ -127,6 +127,7 @@ __all__ = [
     "mlp",
     "moe",
     "nnx",
+    "ops",
     "quantize",
     "quantize_both",
     "quantize_kernel",

@@ -212,6 +212,7 @@ PUBLIC = [
     jlp.linen,
     jlp.moe,
     jlp.nnx,
+    jlp.ops,
     jlp.rl,
     jlp.traffic,
     jlp.weight_sync,

@@ -14,7 +14,7 @@ import jaxlowprec as jlp
 
 ROOMS = """
     checkpoint_policies checkpoints checkpoints.gguf checkpoints.schemes debug delayed_scaling layouts linen lora moe
-    nnx rl telemetry traffic weight_sync
+    nnx ops rl telemetry traffic weight_sync
 """.split()  # noqa: SIM905
 MODULES = ["jaxlowprec", *(f"jaxlowprec.{room}" for room in ROOMS)]
 
@@ -85,3 +85,11 @@ def test_options_are_keyword_only():
     functions = {name: parameters for name, (value, parameters) in CALLABLES.items() if not isinstance(value, type)}
     found = {name: given for name, parameters in functions.items() if (given := list(options_by_place(parameters)))}
     assert len(functions) > 90 and found == AS_IN_JAX
+
+
+def test_norms_and_activations_are_those_of_ops():
+    assert set(jlp.ops.__all__) <= set(jlp.__all__)
+    for name in jlp.ops.__all__:
+        assert getattr(jlp.ops, name) is getattr(jlp, name)
+    with pytest.raises(AttributeError, match=r"module 'jaxlowprec.ops' has no attribute 'softmax'"):
+        jlp.ops.softmax  # noqa: B018
