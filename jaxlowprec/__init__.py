@@ -36,7 +36,7 @@ from jaxlowprec.recipes.transformer_engine import (
 )
 
 if TYPE_CHECKING:
-    from jaxlowprec import checkpoints, debug, linen, lora, moe, nnx, rl, traffic, weight_sync
+    from jaxlowprec import checkpoints, debug, decoder, linen, lora, moe, nnx, rl, traffic, weight_sync
     from jaxlowprec.diagnostics.support import Supported, supported
     from jaxlowprec.layers.collectives import all_gather_quantized, all_to_all_quantized
     from jaxlowprec.layers.fused_mlp import mlp
@@ -103,6 +103,7 @@ __all__ = [
     "checkpoints",
     "current_recipe",
     "debug",
+    "decoder",
     "delayed_scaling",
     "dequantize",
     "disabled_checks",
@@ -149,7 +150,7 @@ __all__ = [
 ]
 
 
-_MODULES = {"checkpoints", "debug", "linen", "lora", "moe", "nnx", "rl", "traffic", "weight_sync"}
+_MODULES = {"checkpoints", "debug", "decoder", "linen", "lora", "moe", "nnx", "rl", "traffic", "weight_sync"}
 _FROM = {
     "OsciReset": "models.oscillation",
     "Policy": "models.find_policy",

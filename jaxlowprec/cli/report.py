@@ -10,7 +10,7 @@ from typing import Any
 from jaxlowprec.checkpoints.errors import CheckpointError
 from jaxlowprec.checkpoints.files.written_whole import written_whole
 from jaxlowprec.cli.streams import as_json, emit
-from jaxlowprec.telemetry.findings import Limits, findings
+from jaxlowprec.telemetry.limits import Limits, findings
 from jaxlowprec.telemetry.recording import Following, Run
 from jaxlowprec.telemetry.report.page import page
 

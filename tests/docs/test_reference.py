@@ -13,7 +13,17 @@ from tests.package.test_readme import ROOT
 
 REFERENCE = ROOT / "docs" / "reference"
 MODULES = ("", ".ops", ".nnx", ".linen", ".moe", ".layouts", ".delayed_scaling", ".traffic", ".checkpoints")
-MODULES += (".checkpoint_policies", ".checkpoints.schemes", ".checkpoints.gguf", ".weight_sync", ".rl")
+MODULES += (
+    ".checkpoint_policies",
+    ".checkpoints.schemes",
+    ".checkpoints.gguf",
+    ".weight_sync",
+    ".rl",
+    ".decoder",
+    ".lora",
+    ".debug",
+    ".telemetry",
+)
 _READERS = (  # environment variables, and fields of recipes whose defaults they are
     re.compile(r'(?:getenv|environ\.get|environment_flag)\(f?"JAXLOWPREC_(\w+)"'),
     re.compile(r'(?:flag|choice|setting)\("(?!JAXLOWPREC)([A-Z][A-Z0-9_]+)"'),

@@ -37,7 +37,15 @@ FLOORS = (
     ("checkpoints",),
     ("weight_sync",),
     ("cli",),
-    ("checkpoint_policies", "debug", "delayed_scaling", "layouts", "lora", "traffic"),  # names of rooms' modules
+    (
+        "checkpoint_policies",
+        "debug",
+        "decoder",
+        "delayed_scaling",
+        "layouts",
+        "lora",
+        "traffic",
+    ),  # names of rooms' modules
 )
 RANK = {name: rank for rank, names in enumerate(FLOORS) for name in names}
 
@@ -207,13 +215,17 @@ PUBLIC = [
     jlp,
     jlp.checkpoint_policies,
     jlp.checkpoints,
+    jlp.debug,
+    jlp.decoder,
     jlp.delayed_scaling,
     jlp.layouts,
     jlp.linen,
+    jlp.lora,
     jlp.moe,
     jlp.nnx,
     jlp.ops,
     jlp.rl,
+    jlp.telemetry,
     jlp.traffic,
     jlp.weight_sync,
 ]

@@ -13,8 +13,8 @@ import pytest
 import jaxlowprec as jlp
 
 ROOMS = """
-    checkpoint_policies checkpoints checkpoints.gguf checkpoints.schemes debug delayed_scaling layouts linen lora moe
-    nnx ops rl telemetry traffic weight_sync
+    checkpoint_policies checkpoints checkpoints.gguf checkpoints.schemes debug decoder delayed_scaling layouts linen
+    lora moe nnx ops rl telemetry traffic weight_sync
 """.split()  # noqa: SIM905
 MODULES = ["jaxlowprec", *(f"jaxlowprec.{room}" for room in ROOMS)]
 
