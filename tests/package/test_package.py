@@ -15,6 +15,7 @@ import types
 import pytest
 
 import jaxlowprec as jlp
+from tests.docs.test_site import script
 from tests.helpers import run_python
 
 PACKAGE = pathlib.Path(jlp.__file__).parent
@@ -211,24 +212,7 @@ def test_every_room_has_its_floor_and_says_what_lives_there():
         assert ast.get_docstring(ast.parse((folder / "__init__.py").read_text())), folder
 
 
-PUBLIC = [
-    jlp,
-    jlp.checkpoint_policies,
-    jlp.checkpoints,
-    jlp.debug,
-    jlp.decoder,
-    jlp.delayed_scaling,
-    jlp.layouts,
-    jlp.linen,
-    jlp.lora,
-    jlp.moe,
-    jlp.nnx,
-    jlp.ops,
-    jlp.rl,
-    jlp.telemetry,
-    jlp.traffic,
-    jlp.weight_sync,
-]
+PUBLIC = list(script("names").modules())
 
 
 @pytest.mark.parametrize("module", PUBLIC, ids=lambda module: module.__name__)

@@ -1,7 +1,6 @@
 """What calls of the public functions look like: defaults that say what they mean, options by their names."""
 
 import copy
-import importlib
 import inspect
 import pickle
 import pydoc
@@ -11,12 +10,9 @@ import numpy as np
 import pytest
 
 import jaxlowprec as jlp
+from tests.docs.test_site import script
 
-ROOMS = """
-    checkpoint_policies checkpoints checkpoints.gguf checkpoints.schemes debug decoder delayed_scaling layouts linen
-    lora moe nnx ops rl telemetry traffic weight_sync
-""".split()  # noqa: SIM905
-MODULES = ["jaxlowprec", *(f"jaxlowprec.{room}" for room in ROOMS)]
+MODULES = list(script("names").modules())
 
 
 def callables(module):
@@ -31,9 +27,9 @@ def callables(module):
 
 
 CALLABLES = {
-    f"{module}.{name}": (value, parameters)
+    f"{module.__name__}.{name}": (value, parameters)
     for module in MODULES
-    for name, value, parameters in callables(importlib.import_module(module))
+    for name, value, parameters in callables(module)
 }
 
 
