@@ -10,8 +10,8 @@ from collections.abc import Iterator
 PAGE = pathlib.Path(__file__).parents[2] / "docs" / "reference" / "names.md"
 _HEAD = """# All public names
 
-Every public name once, with a link to what it does. `scripts/site/names.py` writes this page from `__all__` of the public
-modules, and a test compares them. [What is stable](stability.md) says what is promised of these names.
+Every public name once, with a link to what it does. `scripts/site/names.py` writes this page from `__all__` of the
+public modules, and a test compares them. [What is stable](stability.md) says what is promised of these names.
 """
 
 
