@@ -50,6 +50,7 @@ format: .venv/linters
 	$(BIN)/ruff format
 	$(BIN)/clang-format -i $(CPP)
 	$(BIN)/python benchmarks/tables.py
+	$(BIN)/python scripts/site/names.py
 
 wheel:
 	scripts/build_wheel.sh $(PYTHON)

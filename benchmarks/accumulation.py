@@ -85,7 +85,7 @@ def measured(recipe: str, parts: int, tokens: int, width: int, rounds: int) -> d
         def loss(params: Any, tokens: jax.Array) -> jax.Array:
             return jnp.square(nnx.merge(graph, params)(table[tokens]).astype(jnp.float32)).mean()
 
-        ways = {"ours": jlp.accumulate_gradients(loss, parts), "scan": scanned(loss, parts)}
+        ways = {"ours": jlp.accumulate_gradients(loss, microbatches=parts), "scan": scanned(loss, parts)}
         programs = {
             name: jax.jit(training(way), donate_argnums=0).lower(params, x).compile(KEEP_BARRIERS)
             for name, way in ways.items()

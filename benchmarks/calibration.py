@@ -26,8 +26,7 @@ from jaxlowprec import checkpoints
 from jaxlowprec.checkpoints.calibration import Calibration, Method
 from jaxlowprec.checkpoints.conversion.convert import convert, scheme_for
 from jaxlowprec.checkpoints.decoders import load, mapping_of
-from jaxlowprec.models.decoder.config import DecoderConfig
-from jaxlowprec.models.decoder.model import Decoder, loss
+from jaxlowprec.decoder import Decoder, DecoderConfig, loss
 
 MODEL = {
     "architectures": ["LlamaForCausalLM"],

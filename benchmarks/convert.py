@@ -27,7 +27,7 @@ import ml_dtypes
 import numpy as np
 from timing import save
 
-from jaxlowprec.checkpoints.conversion.convert import Run, convert
+from jaxlowprec.checkpoints.conversion.convert import ConvertOptions, convert
 from jaxlowprec.checkpoints.files.dtypes import file_dtype
 from jaxlowprec.checkpoints.files.folder import CONFIG_FILE, CheckpointFolder, write_index
 from jaxlowprec.checkpoints.files.safetensors_file import SafetensorsWriter
@@ -121,7 +121,7 @@ def measure(source: pathlib.Path, work: pathlib.Path, scheme: str, rounds: int, 
         subprocess.run(["sync", *(work / "copy").iterdir(), work / "copy"], check=True)
 
     def ours() -> None:
-        convert(source, work / "ours", by_name(scheme), run=Run(workers=workers))
+        convert(source, work / "ours", by_name(scheme), options=ConvertOptions(workers=workers))
 
     seconds(ours, work / "ours")  # compiles, once a shape
     taken: dict[str, list[float]] = {"copy": [], "copy_to_disk": [], "ours": []}

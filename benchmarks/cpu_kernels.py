@@ -38,7 +38,7 @@ def cases(copies: Copies, quick: bool) -> list[dict]:
         return lambda: f(x)
 
     def both(implementation=None, fmt=fmt, rotated=True):
-        f = jax.jit(lambda x: jlp.quantize_both(x, fmt, rotated, implementation=implementation))
+        f = jax.jit(lambda x: jlp.quantize_both(x, fmt, hadamard_columnwise=rotated, implementation=implementation))
         return lambda: f(x)
 
     wide = native.isa() in ("avx512", "avx512_bf16")

@@ -2,7 +2,7 @@
 
     python benchmarks/expert_exchange.py
 
-All have the same tokens and experts. With `exchange="sum"` each device has all tokens, computes the rows of its own
+All have the same tokens and experts. With `kind="sum"` each device has all tokens, computes the rows of its own
 experts in buffers for all rows, and results are added up. With "all_to_all" it has an eighth of the tokens and sends
 rows; "deduplicated" sends a token once to each device that has experts of it. Choices are those of an untrained router:
 uneven, but no expert takes all.
@@ -43,12 +43,15 @@ ITEM_SIZES = {"f32": 4, "s32": 4, "u8": 1}
 WIDE = 4096  # of the tokens whose bytes are counted
 
 
-def compiled(mesh: Mesh, recipe: Any, x: jax.Array, **options: Any) -> tuple[Any, Any]:
+def compiled(
+    mesh: Mesh, recipe: Any, x: jax.Array, routing: Any = ROUTERS["top-8 of all"], **exchange: Any
+) -> tuple[Any, Any]:
     """The compiled step, which returns the experts that tokens choose beside the gradients, and its arguments."""
-    options |= {"expert_axis": "experts", "top_k": TOP_K, "dtype": jnp.bfloat16}
+    options: Any = {"routing": routing, "exchange": jlp.moe.Exchange("experts", **exchange)}
+    options |= {"top_k": TOP_K, "dtype": jnp.bfloat16}
     graph, parameters = nnx.split(jlp.nnx.MoE(EXPERTS, x.shape[1], HIDDEN, **options, rngs=nnx.Rngs(0)))
     places = jax.tree.map(lambda p: P("experts") if p.ndim == 3 else P(), parameters)
-    tokens = P() if options["exchange"] == "sum" else P("experts")
+    tokens = P() if exchange["kind"] == "sum" else P("experts")
 
     def loss(parameters: Any, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         y, aux = nnx.merge(graph, parameters)(x)
@@ -66,9 +69,8 @@ def compiled(mesh: Mesh, recipe: Any, x: jax.Array, **options: Any) -> tuple[Any
 
 def bytes_of(mesh: Mesh, exchange: str, wire: str, router: str, x: jax.Array) -> float:
     """What all devices send others of rows and what goes with them, in bytes, in a step under MXFP8."""
-    options: Any = {"exchange": exchange, "wire": wire, "routing": ROUTERS[router]}
-    large = {"buffer_factor": 1e9}  # so that there is one size of buffers
-    function, given = compiled(mesh, RECIPES["MXFP8"], x, **options, **large)
+    options: Any = {"kind": exchange, "wire": wire, "buffer_factor": 1e9}  # so that there is one size of buffers
+    function, given = compiled(mesh, RECIPES["MXFP8"], x, ROUTERS[router], **options)
     homes = np.asarray(function(*given)[1]).reshape(DEVICES, -1, TOP_K) // (EXPERTS // DEVICES)
     there = np.arange(DEVICES)[:, None, None] != homes
     if exchange == "deduplicated":
@@ -97,7 +99,7 @@ def main() -> None:
     for name, recipe in RECIPES.items():
         steps = {}
         for exchange in ("sum", *EXCHANGES):
-            function, given = compiled(mesh, recipe, x, exchange=exchange)
+            function, given = compiled(mesh, recipe, x, kind=exchange)
             steps[exchange] = functools.partial(function, *given)
         theirs = steps.pop("sum")
         for exchange, ours in steps.items():

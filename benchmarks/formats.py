@@ -45,7 +45,7 @@ def quantizers(cases: Cases, copies: Copies, few: int, many: int) -> None:
     for fmt in QUANTIZED:
         ways = {
             "rowwise": lambda x, i, fmt=fmt: jlp.quantize(x, fmt, implementation=i),
-            "columnwise": lambda x, i, fmt=fmt: jlp.quantize(x, fmt, -2, implementation=i),
+            "columnwise": lambda x, i, fmt=fmt: jlp.quantize(x, fmt, axis=-2, implementation=i),
             "both": lambda x, i, fmt=fmt: jlp.quantize_both(x, fmt, implementation=i),
         }
         for way, function in ways.items():

@@ -1,4 +1,4 @@
-"""Generation of one sequence by `models.decoder`: tokens per second, and the share of the read bandwidth.
+"""Generation of one sequence by `jaxlowprec.decoder`: tokens per second, and the share of the read bandwidth.
 
     python benchmarks/generation.py [--layers 8] [--llama-cpp] [--save]
     python benchmarks/generation.py --one-core --llama-cpp      # where other programs run
@@ -36,7 +36,7 @@ from llama_cpp import LlamaCpp, write_gguf
 from timing import environment, keep_memory, save
 
 import jaxlowprec as jlp
-from jaxlowprec.models.decoder import Decoder, DecoderConfig, Generator
+from jaxlowprec.decoder import Decoder, DecoderConfig, Generator
 
 SHAPE = {
     "model_type": "llama",
@@ -92,7 +92,7 @@ def products(decoder: Decoder) -> Any:
         carried = jnp.zeros((), jnp.bfloat16)
         for group in groups:
             x = inputs[group[0].shape[0]] + carried
-            carried = sum(jlp.scaled_matmul(x, q.mT, out_dtype=jnp.bfloat16)[0, 0] for q in group) * 0
+            carried = sum(jlp.scaled_matmul(x, q.mT, preferred_element_type=jnp.bfloat16)[0, 0] for q in group) * 0
         return carried
 
     groups = kernels(decoder)

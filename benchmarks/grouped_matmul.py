@@ -84,7 +84,7 @@ def wgrad(cases: Cases, groups: int, rows: int, rounds: int) -> None:
     tokens = groups * rows
     x, dy, sizes = normal(0, tokens, DEPTH), normal(2, tokens, FEATURES), jnp.full(groups, rows, jnp.int32)
     grouped = jax.jit(lambda a, b: multiply_within_groups(a, b, jnp.float32))
-    dense = jax.jit(lambda a, b: jlp.scaled_matmul(a, b, out_dtype=jnp.float32))
+    dense = jax.jit(lambda a, b: jlp.scaled_matmul(a, b, preferred_element_type=jnp.float32))
     for fmt in (jlp.NVFP4(), jlp.MXFP8()):
         ours = [quantize_groups(v, sizes, fmt, rowwise=False, columnwise=True)[1] for v in (x, dy)]
         theirs = [jlp.quantize(v, fmt, axis=-2).mT for v in (x, dy)]

@@ -39,9 +39,9 @@ def measure(cases: Cases, copies: Copies, fmt: jlp.Int4, dtype: str, axis: int, 
     """One format: to decoded values, to codes, and back."""
     x = 0.02 * jax.random.normal(jax.random.key(0), (ROWS, COLUMNS), jnp.dtype(dtype))
     fake, reference = (
-        jax.jit(lambda x, i=i: jlp.fake_quantize(x, fmt, axis, implementation=i)) for i in (None, "reference")
+        jax.jit(lambda x, i=i: jlp.fake_quantize(x, fmt, axis=axis, implementation=i)) for i in (None, "reference")
     )
-    pack, unpack = jax.jit(lambda x: jlp.quantize(x, fmt, axis)), jax.jit(lambda q: q.dequantize())
+    pack, unpack = jax.jit(lambda x: jlp.quantize(x, fmt, axis=axis)), jax.jit(lambda q: q.dequantize())
     q = pack(x)
     kind = f"{fmt} of {dtype}, axis {axis}"
 

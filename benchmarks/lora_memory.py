@@ -54,7 +54,7 @@ def kept(frozen: Any, trained: Any) -> dict[str, int]:
 
 def with_adapters(base: Any) -> dict[str, int]:
     """The same of adapters beside frozen parameters."""
-    return kept(base, jax.eval_shape(lambda: jlp.lora.init(jax.random.key(0), base, RANK)))
+    return kept(base, jax.eval_shape(lambda: jlp.lora.init(jax.random.key(0), base, rank=RANK)))
 
 
 def main() -> None:

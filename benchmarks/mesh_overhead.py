@@ -59,13 +59,18 @@ def main() -> None:
         on_one = jitted.lower(*operands).compile()
         cases.add(name, "one device", least, lambda: on_mesh(*placed), lambda: on_one(*operands), 25)
 
-    a, b = jlp.quantize(x, jlp.NVFP4()), jlp.quantize(w, jlp.NVFP4((16, 16)), -2)
+    a, b = jlp.quantize(x, jlp.NVFP4()), jlp.quantize(w, jlp.NVFP4((16, 16)), axis=-2)
 
     def multiply(data, scale):
         return jlp.scaled_matmul(dataclasses.replace(a, data=data, scale=scale), b.mT)
 
     compare("quantize rowwise, by rows", lambda x: jlp.quantize(x, jlp.NVFP4()), [x], [rows])
-    compare("quantize_both, RHT columnwise, by both", lambda x: jlp.quantize_both(x, jlp.NVFP4(), True), [x], [both])
+    compare(
+        "quantize_both, RHT columnwise, by both",
+        lambda x: jlp.quantize_both(x, jlp.NVFP4(), hadamard_columnwise=True),
+        [x],
+        [both],
+    )
     compare("scaled_matmul, by rows", multiply, [a.data, a.scale], [rows, rows])
     compare("linear, forward and backward, data parallel", step, [x, w, dy], [rows, P(), rows])
     compare("linear, forward and backward, FSDP", step, [x, w, dy], [rows, P(("a", "b")), rows])

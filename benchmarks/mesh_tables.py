@@ -69,7 +69,7 @@ def exchange_bytes() -> str:
     result = load("expert_exchange")
     found = result["bytes"]["found"]
     routers = list(dict.fromkeys(e["router"] for e in found))
-    rows = [("`exchange=`", "`wire=`", *routers)]
+    rows = [("`kind=`", "`wire=`", *routers)]
     for exchange, wire in dict.fromkeys((e["exchange"], e["wire"]) for e in found):
         mine = {e["router"]: e for e in found if (e["exchange"], e["wire"]) == (exchange, wire)}
         rows.append((f'`"{exchange}"`', f'`"{wire}"`', *(f"{mine[router]['of_rows']:.2f}" for router in routers)))

@@ -124,10 +124,10 @@ def sides(producer: Producer, fmt: Any, rotation: jlp.Hadamard | None) -> tuple[
         results, amaxes = producer.ours(wanted, *arrays)
         given = [tuple(found) if found else None for found in amaxes]
         pairs = zip(results, given, strict=True)
-        return [jlp.quantize_both(y, fmt, columnwise, amax=found) for y, found in pairs]
+        return [jlp.quantize_both(y, fmt, hadamard_columnwise=columnwise, amax=found) for y, found in pairs]
 
     def theirs(*arrays: jax.Array) -> Any:
-        return [jlp.quantize_both(y, fmt, columnwise) for y in producer.plain(*arrays)]
+        return [jlp.quantize_both(y, fmt, hadamard_columnwise=columnwise) for y in producer.plain(*arrays)]
 
     return jax.jit(ours), jax.jit(theirs)
 
@@ -142,7 +142,7 @@ def parts(producer: Producer, fmt: Any, rotation: jlp.Hadamard | None, arrays: l
     @jax.jit
     def quantization(results: Any, given: Any) -> Any:
         pairs = zip(results, given, strict=True)
-        return [jlp.quantize_both(y, fmt, rotation or False, amax=found) for y, found in pairs]
+        return [jlp.quantize_both(y, fmt, hadamard_columnwise=rotation or False, amax=found) for y, found in pairs]
 
     ours, _ = sides(producer, fmt, rotation)
     calls = {"ours": lambda: ours(*arrays), "producer": lambda: alone(*arrays)}

@@ -25,7 +25,7 @@ COLUMNS = 4096
 MILLIONS = (1, 4, 16, 64)
 OPERATIONS = {
     "quantize rowwise": lambda x: jlp.quantize(x, jlp.NVFP4()),
-    "quantize_both, RHT columnwise": lambda x: jlp.quantize_both(x, jlp.NVFP4(), True),
+    "quantize_both, RHT columnwise": lambda x: jlp.quantize_both(x, jlp.NVFP4(), hadamard_columnwise=True),
     "quantize rowwise, stochastic": lambda x: jlp.quantize(
         x, jlp.NVFP4(), rounding="stochastic", key=np.array([1, 2], np.uint32)
     ),

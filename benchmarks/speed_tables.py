@@ -95,7 +95,7 @@ def weight_sync() -> str:
 
 
 def generation() -> str:
-    """Tokens of one sequence that `models.decoder` writes, one after the other."""
+    """Tokens of one sequence that `jaxlowprec.decoder` writes, one after the other."""
     result = load("generation")
     rivals = ("tokens per second", "of llama.cpp's Q4_0", "of the read bandwidth: products", "step", "target")
     rows = [("format", *rivals)]

@@ -60,7 +60,9 @@ def decoding(cases: Cases, copies: Copies, rounds: int) -> None:
     for fmt, against_xla, against_reading in FORMATS:
         dtype = "float16" if fmt.element == "int4" and fmt.scale_dtype == "float16" else "bfloat16"
         quantized = [jlp.quantize(weight(i).astype(dtype), fmt) for i in range(WEIGHTS)]
-        ours = repeated(lambda x, q: jlp.scaled_matmul(x, q, out_dtype=x.dtype), x.astype(dtype), quantized)
+        ours = repeated(
+            lambda x, q: jlp.scaled_matmul(x, q, preferred_element_type=x.dtype), x.astype(dtype), quantized
+        )
         name = f"scaled_matmul 1x{SIZE}x{SIZE}, {dtype} by {fmt}"
         cases.add(name, "XLA's float32 matvec", against_xla, ours, matvec, rounds)
         codes = np.concatenate([np.asarray(q.data).ravel() for q in quantized])

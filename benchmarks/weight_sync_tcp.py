@@ -114,7 +114,9 @@ def main() -> None:
             ("tls", functools.partial(sync, through_tls, buckets, version)),
             (
                 "push",
-                functools.partial(push, source, transport, next(versions), max_bytes=options.bucket_mebibytes << 20),
+                functools.partial(
+                    push, source, transport, version=next(versions), max_bytes=options.bucket_mebibytes << 20
+                ),
             ),
         ):
             started = time.perf_counter()

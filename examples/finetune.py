@@ -31,9 +31,7 @@ import jaxlowprec as jlp
 from jaxlowprec import checkpoints
 from jaxlowprec.checkpoints import decoders
 from jaxlowprec.checkpoints.tokens import encoded_file, tokens_of
-from jaxlowprec.models.decoder.config import CONFIG, DecoderConfig
-from jaxlowprec.models.decoder.generate import Generator
-from jaxlowprec.models.decoder.model import Decoder
+from jaxlowprec.decoder import Decoder, DecoderConfig, Generator
 
 RECIPES = ("int4_qat", "nvfp4", "qlora")
 BASES = {"nvfp4": jlp.NVFP4(), "mxfp4": jlp.MXFP4(), "int4": jlp.Int4(32)}
@@ -85,7 +83,7 @@ def check(options: argparse.Namespace) -> None:
     config = options.config = DecoderConfig.of_folder(options.model)
     if options.context > config.longest:
         raise ValueError(f"--context {options.context}: the model was made for {config.longest} tokens or fewer")
-    options.quantized = bool(json.loads((options.model / CONFIG).read_text()).get("quantization_config"))
+    options.quantized = bool(json.loads((options.model / "config.json").read_text()).get("quantization_config"))
     if options.quantized and options.recipe != "qlora":
         raise ValueError(
             f"--model {options.model}: its weights are quantised, and --recipe {options.recipe} trains weights; use "
@@ -139,7 +137,7 @@ def main() -> None:
     if options.recipe == "qlora":
         wanted = nnx.LoRAParam
         decoder = decoder if options.quantized else jlp.quantize_params(decoder, jlp.WeightQAT(BASES[options.base]))
-        decoder = jlp.nnx.add_lora(decoder, options.rank, alpha=options.alpha, rngs=nnx.Rngs(options.seed))
+        decoder = jlp.nnx.add_lora(decoder, rank=options.rank, alpha=options.alpha, rngs=nnx.Rngs(options.seed))
     print(f"{jlp.explain(decoder, recipe)}\n")
     schedule = Schedule(options.steps, options.learning_rate, options.batch, options.seed, options.checkpoint_every)
     batches = Batches(options.encoded, options.batch, options.context, options.seed)

@@ -40,7 +40,7 @@ def found_policy(config, text, options: argparse.Namespace) -> jlp.Policy:
         parameters,
         held_out,
         RECIPES["nvfp4"](),
-        options.budget,
+        budget=options.budget,
         path=options.out / "policy.jsonl",
     )
 

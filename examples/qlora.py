@@ -97,7 +97,7 @@ def main() -> None:
 
     base = jlp.quantize_params(trained, recipe)
     size, first_loss = mebibytes(base), validation_loss(base, batches)
-    model = jlp.nnx.add_lora(base, options.rank, alpha=options.alpha, rngs=nnx.Rngs(1))
+    model = jlp.nnx.add_lora(base, rank=options.rank, alpha=options.alpha, rngs=nnx.Rngs(1))
     print(f"{jlp.explain(model, None)}\n")
     train(model, batches, options.steps, options.learning_rate)
     merged = jlp.nnx.merge_lora(model)

@@ -34,7 +34,7 @@ from rl.report import Progress, write
 from rl.task import Task
 from rl.training import Plan, Training
 
-from jaxlowprec.models.decoder.generate import CACHES
+from jaxlowprec.decoder import CACHES
 
 
 def arguments() -> argparse.Namespace:

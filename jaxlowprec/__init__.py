@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from jaxlowprec import checkpoint_policies, delayed_scaling, layouts, telemetry
+from jaxlowprec import checkpoint_policies, delayed_scaling, layouts, ops, telemetry
 from jaxlowprec.arrays.formats import MXFP4, MXFP8, NVFP4, Float8Block, Float8Tensor, Int4
 from jaxlowprec.arrays.hadamard import DEFAULT_SIGNS, Hadamard
 from jaxlowprec.arrays.quantized_array import QuantizedArray
@@ -19,7 +19,7 @@ from jaxlowprec.ops.hadamard import hadamard_transform
 from jaxlowprec.ops.norms.api import layer_norm, rms_norm
 from jaxlowprec.ops.quantize.api import quantize, quantize_both
 from jaxlowprec.ops.scaled_matmul.api import scaled_matmul
-from jaxlowprec.recipes.autocast import autocast, current_recipe
+from jaxlowprec.recipes.autocast import FROM_CONTEXT, autocast, current_recipe
 from jaxlowprec.recipes.composed import PerGemm, PerLayer
 from jaxlowprec.recipes.custom import Custom, QuantizerRole
 from jaxlowprec.recipes.eden import NVFP4Eden
@@ -36,7 +36,7 @@ from jaxlowprec.recipes.transformer_engine import (
 )
 
 if TYPE_CHECKING:
-    from jaxlowprec import checkpoints, debug, linen, lora, moe, nnx, rl, traffic, weight_sync
+    from jaxlowprec import checkpoints, debug, decoder, linen, lora, moe, nnx, rl, traffic, weight_sync
     from jaxlowprec.diagnostics.support import Supported, supported
     from jaxlowprec.layers.collectives import all_gather_quantized, all_to_all_quantized
     from jaxlowprec.layers.fused_mlp import mlp
@@ -60,6 +60,7 @@ __all__ = [
     "CHECKPOINT_NAMES",
     "DEFAULT_EXCLUDE",
     "DEFAULT_SIGNS",
+    "FROM_CONTEXT",
     "MXFP4",
     "MXFP8",
     "NVFP4",
@@ -102,6 +103,7 @@ __all__ = [
     "checkpoints",
     "current_recipe",
     "debug",
+    "decoder",
     "delayed_scaling",
     "dequantize",
     "disabled_checks",
@@ -126,6 +128,7 @@ __all__ = [
     "mlp",
     "moe",
     "nnx",
+    "ops",
     "quantize",
     "quantize_both",
     "quantize_kernel",
@@ -147,7 +150,7 @@ __all__ = [
 ]
 
 
-_MODULES = {"checkpoints", "debug", "linen", "lora", "moe", "nnx", "rl", "traffic", "weight_sync"}
+_MODULES = {"checkpoints", "debug", "decoder", "linen", "lora", "moe", "nnx", "rl", "traffic", "weight_sync"}
 _FROM = {
     "OsciReset": "models.oscillation",
     "Policy": "models.find_policy",

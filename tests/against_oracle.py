@@ -65,10 +65,14 @@ def dequantized(q, dtype):
 def assert_dequantizes(q, dtype, *implementations):
     """The numbers are the oracle's."""
     for implementation in implementations:
-        assert_same_numbers(jlp.dequantize(q, dtype, implementation=implementation), dequantized(q, jnp.dtype(dtype)))
+        assert_same_numbers(
+            jlp.dequantize(q, dtype=dtype, implementation=implementation), dequantized(q, jnp.dtype(dtype))
+        )
 
 
-def product(a, b, bias=None, activation=None, accumulate=None, activation_input=None, out_dtype=jnp.bfloat16):
+def product(
+    a, b, bias=None, activation=None, accumulate=None, activation_input=None, preferred_element_type=jnp.bfloat16
+):
     """The result and the pre-activation of scaled_matmul."""
     batch, (m, n) = a.shape[:-2], (a.shape[-2], b.shape[-2])
     matrices = {"accumulate": accumulate, "activation_input": activation_input}
@@ -78,7 +82,7 @@ def product(a, b, bias=None, activation=None, accumulate=None, activation_input=
     for i, pair in enumerate(zip(slices(a), slices(b), strict=True)):
         one = {name: None if extra is None else extra[i] for name, extra in extras.items()}
         y = numpy_oracle.matmul(*pair)
-        out.append(numpy_oracle.epilogue(y, activation=activation, dtype=jnp.dtype(out_dtype), **one))
+        out.append(numpy_oracle.epilogue(y, activation=activation, dtype=jnp.dtype(preferred_element_type), **one))
     return tuple(np.stack(part).reshape(*batch, m, n) for part in zip(*out, strict=True))
 
 
@@ -111,6 +115,6 @@ def weight_only_product(x, q, bias=None, accumulate=None, activation_input=None,
         one = {"accumulate": flat[1], "activation_input": flat[2]}
         one = {name: None if v is None else v[i] for name, v in one.items()}
         b = None if bias is None else np.broadcast_to(np.asarray(bias), (*batch, y.shape[1])).reshape(-1, y.shape[1])[i]
-        dtype = jnp.dtype(options.get("out_dtype", "bfloat16"))
+        dtype = jnp.dtype(options.get("preferred_element_type", "bfloat16"))
         out.append(numpy_oracle.epilogue(y, b, options.get("activation"), **one, dtype=dtype))
     return tuple(np.stack(part).reshape(*x.shape[:-1], q.shape[-2]) for part in zip(*out, strict=True))

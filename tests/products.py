@@ -27,13 +27,18 @@ def products(pairs, implementation):
 
 
 def _products(pairs, implementation):
-    return [jlp.scaled_matmul(*pair, out_dtype=jnp.float32, implementation=implementation) for pair in pairs]
+    return [
+        jlp.scaled_matmul(*pair, preferred_element_type=jnp.float32, implementation=implementation) for pair in pairs
+    ]
 
 
 def _options(extras, case):
     names, activation, dtype, out_dtype = case
     names = (*names, *["activation_input"] * (activation == "dgelu"))
-    return {name: extras[dtype][name] for name in names} | {"activation": activation, "out_dtype": out_dtype}
+    return {name: extras[dtype][name] for name in names} | {
+        "activation": activation,
+        "preferred_element_type": out_dtype,
+    }
 
 
 def with_epilogues(a, b, extras, cases, implementation):
@@ -41,7 +46,7 @@ def with_epilogues(a, b, extras, cases, implementation):
 
     Arguments:
         extras: by dtype, the operands of epilogues by their argument's name.
-        cases: (names of the operands taken, activation, their dtype, out_dtype) of each.
+        cases: (names of the operands taken, activation, their dtype, the dtype of the result) of each.
     """
     return with_options(_with_epilogues, implementation, cases=cases)(a, b, extras)
 

@@ -60,7 +60,11 @@ def _quantized(block: int, weights: Iterable[jax.Array]) -> list[jlp.QuantizedAr
 
 def _ours(block: int, x: jax.Array, weights: list[jax.Array]) -> Side:
     chain = _quantized(block, _chain(weights))  # each in memory of its own
-    return Side(repeated(lambda x, q: jlp.scaled_matmul(x, q, out_dtype=x.dtype), x, chain), _numbers, LIMIT["4 bits"])
+    return Side(
+        repeated(lambda x, q: jlp.scaled_matmul(x, q, preferred_element_type=x.dtype), x, chain),
+        _numbers,
+        LIMIT["4 bits"],
+    )
 
 
 def _xla(dtype: str, x: jax.Array, weights: list[jax.Array]) -> Side:

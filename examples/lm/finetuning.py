@@ -13,7 +13,7 @@ from flax import nnx
 from tqdm import tqdm
 
 import jaxlowprec as jlp
-from jaxlowprec.models.decoder.model import Decoder, loss
+from jaxlowprec.decoder import Decoder, loss
 from lm.checkpoints import Checkpoints
 from lm.data import Batches
 from lm.training import Schedule, optimizer, recipe_context

@@ -116,7 +116,7 @@ class Rollout:
         started = time.perf_counter()
         source = WeightSource(jlp.quantize_params(policy, RECIPE))
         with self._naming_its_end(f"syncing version {version}"):
-            push(source, self._transport, version, timeout=self._timeout)
+            push(source, self._transport, version=version, timeout=self._timeout)
         return source.manifest.nbytes, time.perf_counter() - started
 
     def generate(self, prompts: np.ndarray, seed: int, version: int) -> Answers:

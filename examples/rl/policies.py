@@ -6,7 +6,7 @@ import jax
 from flax import nnx
 
 import jaxlowprec as jlp
-from jaxlowprec.models.decoder import Decoder, DecoderConfig
+from jaxlowprec.decoder import Decoder, DecoderConfig
 from rl.policy import GROUP_SIZE, Config, Policy
 from rl.task import VOCABULARY
 

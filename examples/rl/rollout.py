@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxlowprec.models.decoder import Generator
+from jaxlowprec.decoder import Generator
 from jaxlowprec.weight_sync import Receiver, TcpReceiver
 from rl.channel import Channel, Ended
 from rl.policies import AnyPolicy

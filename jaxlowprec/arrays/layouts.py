@@ -50,7 +50,7 @@ def swizzle(scale: Array) -> Array:
     return jnp.moveaxis(tiles, (-5, -2, -3, -4, -1), (-5, -4, -3, -2, -1)).reshape(*batch, rows * columns)
 
 
-def unswizzle(swizzled: Array, rows: int, columns: int) -> Array:
+def unswizzle(swizzled: Array, *, rows: int, columns: int) -> Array:
     """The inverse of `swizzle`: the [..., rows, columns] scales without padding.
 
     Raises:
@@ -98,7 +98,7 @@ def gemm_scales(q: QuantizedArray) -> Array:
     return swizzle(jnp.repeat(scale, fmt.length, axis=-2)[..., :rows, :] if fmt.tiles else scale)
 
 
-def logical_scales(scales: Array, fmt: Format, rows: int, columns: int) -> Array:
+def logical_scales(scales: Array, fmt: Format, *, rows: int, columns: int) -> Array:
     """The inverse of `gemm_scales`, for `rows` lines of contracted length `columns`.
 
     Raises:
@@ -140,7 +140,9 @@ def to_compact(q: QuantizedArray) -> tuple[Array, Array]:
     return data, q.scale if q.format.scaling == "tensor" else jnp.swapaxes(q.scale, -1, -2)
 
 
-def from_compact(data: Array, scale: Array, fmt: Format, axis: int = -1, dtype: Any = jnp.bfloat16) -> QuantizedArray:
+def from_compact(
+    data: Array, scale: Array, fmt: Format, *, axis: int = -1, dtype: Any = jnp.bfloat16
+) -> QuantizedArray:
     """The inverse of `to_compact`, for an array that was not rotated.
 
     Arguments:

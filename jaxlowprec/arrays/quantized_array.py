@@ -157,7 +157,7 @@ class QuantizedArray:
         """See `jaxlowprec.dequantize`."""
         from jaxlowprec.ops.dequantize import dequantize  # the op builds on this class
 
-        return dequantize(self, dtype)
+        return dequantize(self, dtype=dtype)
 
     def __array__(self, *_: Any, **__: Any) -> Any:
         raise TypeError(f"{self!r} is no array of numbers; call q.dequantize()")

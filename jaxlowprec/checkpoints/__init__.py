@@ -6,7 +6,7 @@
 """
 
 from jaxlowprec.checkpoints import gguf, schemes
-from jaxlowprec.checkpoints.conversion.convert import Report, Run, convert, dequantize
+from jaxlowprec.checkpoints.conversion.convert import ConvertOptions, Report, convert, dequantize
 from jaxlowprec.checkpoints.conversion.inspect import InspectedModule, Inspection, WeightError, inspect
 from jaxlowprec.checkpoints.conversion.rules import DEFAULTS, Rules
 from jaxlowprec.checkpoints.errors import CheckpointError
@@ -20,12 +20,12 @@ __all__ = [
     "LLAMA",
     "QWEN3_MOE",
     "CheckpointError",
+    "ConvertOptions",
     "InspectedModule",
     "Inspection",
     "Report",
     "Rule",
     "Rules",
-    "Run",
     "TreeMapping",
     "WeightError",
     "activation_scales",

@@ -7,8 +7,8 @@ import pathlib
 from collections import Counter
 from collections.abc import Sequence
 
-from jaxlowprec.checkpoints.conversion.convert import Report, Run
-from jaxlowprec.checkpoints.conversion.plan import CalibrationReport
+from jaxlowprec.checkpoints.conversion.convert import ConvertOptions, Report
+from jaxlowprec.checkpoints.conversion.plan import Calibrated
 from jaxlowprec.checkpoints.gguf.gguf_file import SUFFIX
 from jaxlowprec.cli.streams import as_json, bar, emit, readable, say
 
@@ -37,9 +37,9 @@ def is_gguf(path: str) -> bool:
     return pathlib.Path(path).suffix == SUFFIX
 
 
-def run_of(options: argparse.Namespace) -> Run:
+def convert_options(options: argparse.Namespace) -> ConvertOptions:
     """How the conversion is carried out, from the arguments."""
-    return Run(options.workers, options.dry_run, options.verify, bar(options.json), options.follow_links)
+    return ConvertOptions(options.workers, options.dry_run, options.verify, bar(options.json), options.follow_links)
 
 
 def show(report: Report, options: argparse.Namespace) -> int:

@@ -79,25 +79,25 @@ def _report(options: argparse.Namespace) -> convert.Report:
         "defaults": () if options.no_defaults else DEFAULTS,
         "leave_unfit": options.leave_unfit,
     }
-    run, name, size = conversion.run_of(options), options.scheme, options.group_size
+    how, name, size = conversion.convert_options(options), options.scheme, options.group_size
     calibration = _calibration(options)
     if conversion.is_gguf(options.source):
         _refuse_rules(options, "from GGUF codes are kept as they are; `dequantize` decodes them")
         if conversion.is_gguf(options.destination):
             raise CheckpointError(f"{options.destination}: both are GGUF files; from GGUF needs the path of a folder")
-        return import_gguf(options.source, options.destination, run=run)
+        return import_gguf(options.source, options.destination, options=how)
     if conversion.is_gguf(options.destination):
         if name is None:
             _refuse_rules(options, "to GGUF without --scheme nothing is quantised")
-            return export_gguf(options.source, options.destination, run=run)
+            return export_gguf(options.source, options.destination, options=how)
         if options.scheme_for:
             raise CheckpointError("--scheme-for does nothing here: a GGUF file is written in one format")
-        return export_gguf(options.source, options.destination, scheme_for_gguf(name, size), **rules, run=run)
+        return export_gguf(options.source, options.destination, scheme_for_gguf(name, size), **rules, options=how)
     if name is None:
         raise CheckpointError(f"--scheme is missing; needs one of {', '.join(schemes.NAMES)}")
     rules |= {"overrides": _overrides(options), "calibration": calibration}
     scheme = convert.scheme_for(options.source, name, group_size=size, static=calibration is not None)
-    return convert.convert(options.source, options.destination, scheme, **rules, run=run)
+    return convert.convert(options.source, options.destination, scheme, **rules, options=how)
 
 
 def _calibration(options: argparse.Namespace) -> Calibration | None:

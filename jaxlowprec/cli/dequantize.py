@@ -23,13 +23,13 @@ def add_parser(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Runs the command; returns the exit status."""
-    run = conversion.run_of(options)
+    how = conversion.convert_options(options)
     if conversion.is_gguf(options.destination):
         raise CheckpointError(
             f"{options.destination}: is a GGUF file; needs a folder: `jaxlowprec convert` writes GGUF"
         )
     if conversion.is_gguf(options.source):
-        report = import_gguf(options.source, options.destination, dtype=options.dtype, keep=False, run=run)
+        report = import_gguf(options.source, options.destination, dtype=options.dtype, keep=False, options=how)
     else:
-        report = convert.dequantize(options.source, options.destination, dtype=options.dtype, run=run)
+        report = convert.dequantize(options.source, options.destination, dtype=options.dtype, options=how)
     return conversion.show(report, options)

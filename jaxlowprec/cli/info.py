@@ -190,7 +190,9 @@ def collect() -> dict[str, Any]:
     recipes = [
         {
             "recipe": recipe.__name__,
-            "platforms": {p: support.supported(recipe(), p)._asdict() for p in platforms if p in support.PLATFORMS},
+            "platforms": {
+                p: support.supported(recipe(), platform=p)._asdict() for p in platforms if p in support.PLATFORMS
+            },
         }
         for recipe in _RECIPES
     ]

@@ -10,8 +10,8 @@ from typing import Any
 from jaxlowprec.checkpoints.errors import CheckpointError
 from jaxlowprec.checkpoints.files.written_whole import written_whole
 from jaxlowprec.cli.streams import as_json, emit
-from jaxlowprec.telemetry.findings import Limits, findings
-from jaxlowprec.telemetry.recording import RecordFollower, Run
+from jaxlowprec.telemetry.limits import Limits, findings
+from jaxlowprec.telemetry.recording import Following, Run
 from jaxlowprec.telemetry.report.page import page
 
 _LIMITS = {field.name: field.default for field in dataclasses.fields(Limits)}

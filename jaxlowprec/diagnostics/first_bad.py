@@ -113,6 +113,7 @@ def first_bad_step(
     fn: Callable[..., Any],
     steps: Iterable[tuple[int, tuple[Any, ...]]],
     reference: Callable[..., Any] | None = None,
+    *,
     bound: float = 0.7,
 ) -> Bad | None:
     """The first bad tensor of the first bad one of several steps.

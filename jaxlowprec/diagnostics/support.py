@@ -76,7 +76,7 @@ class Runs(NamedTuple):
     why: str
 
 
-def supported(recipe: Recipe | None, platform: str | None = None, op: str | None = None) -> Supported:
+def supported(recipe: Recipe | None, *, platform: str | None = None, op: str | None = None) -> Supported:
     """Whether a recipe runs on a platform of this process, and what computes it there.
 
     It compiles and runs nothing. What has no kernel on a platform runs in pure JAX, which counts as supported, and the
@@ -257,7 +257,7 @@ def _why_refused(recipe: Recipe, grouped: bool) -> str | None:
 
     def layer(x, w):
         delayed, experts = recipe.delayed, 1 if grouped else None
-        options = {"recipe": recipe, "state": None if delayed is None else init_state(delayed, experts)}
+        options = {"recipe": recipe, "state": None if delayed is None else init_state(delayed, num_experts=experts)}
         y = grouped_matmul(x, w[None], jnp.full(1, n, jnp.int32), **options) if grouped else linear(x, w, **options)
         return (y if delayed is None else y[0]).sum()
 

@@ -20,7 +20,7 @@ from jaxlowprec.wiring.defining import varying_axes
 AxisName = Hashable
 
 
-def all_gather_quantized(q: QuantizedArray, axis_name: AxisName, axis: int = 0) -> QuantizedArray:
+def all_gather_quantized(q: QuantizedArray, axis_name: AxisName, *, axis: int = 0) -> QuantizedArray:
     """Gathers the quantised shards of an array: `jax.lax.all_gather(x, axis_name, axis=axis, tiled=True)` of the arrays
     that they stand for.
 

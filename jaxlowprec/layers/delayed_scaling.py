@@ -53,7 +53,7 @@ _CHANGED = (
 )
 
 
-def init_state(recipe: DelayedScaling, num_experts: int | None = None) -> State:
+def init_state(recipe: DelayedScaling, *, num_experts: int | None = None) -> State:
     """A layer's state before its first step: empty histories and scales of 1.
 
     Arguments:

@@ -96,7 +96,7 @@ def all_gather_kernel(
         return jax.lax.all_gather(kernel, axes, axis=kernel.ndim + axis, tiled=True), None
     with in_profiles(name, "gather weight"):
         rowwise, columnwise = (
-            None if form is None else all_gather_quantized(form, axis_name, axis)
+            None if form is None else all_gather_quantized(form, axis_name, axis=axis)
             for form in (part.rowwise, part.columnwise)
         )
     quantized = dataclasses.replace(part, rowwise=rowwise, columnwise=columnwise)

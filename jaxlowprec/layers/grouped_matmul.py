@@ -51,44 +51,44 @@ from jaxlowprec.wiring.sharding_rule import resharded, sharding_of
 
 
 def grouped_matmul(
-    x: Float[Array, "T K"],
-    kernels: Float[Array, "E K N"] | QuantizedArray | None,
+    lhs: Float[Array, "T K"],
+    rhs: Float[Array, "E K N"] | QuantizedArray | None,
     group_sizes: Int[Array, "E"],
     bias: Float[Array, "E N"] | None = None,
     recipe: Recipe | None = FROM_CONTEXT,
-    key: jax.Array | None = None,
     *,
+    key: jax.Array | None = None,
     quantized_kernel: QuantizedKernel | None = None,
     name: str = "",
     state: delayed_scaling.State | None = None,
-    out_dtype: Any = None,
+    preferred_element_type: Any = None,
     precision: Any = None,
 ) -> Any:
     """Each group of rows times its own kernel; operands of the three GEMMs are quantised as the recipe says.
 
     The rows of the groups lie one after the other, without padding; a group may be empty. The result of a group depends
     only on its rows, its kernel and its part of a state: quantised bytes included, it is that of
-    `linear(x_e, kernels[e])`. Rows after the last group give zeros and get zero gradients.
+    `linear(lhs_e, rhs[e])`. Rows after the last group give zeros and get zero gradients.
 
     Arguments:
-        x: bfloat16, float16 or float32: the dtype of the result.
-        kernels: any of those dtypes, quantised from its own dtype; a float32 master weight gets a float32 gradient. Or
-            a loaded QuantizedArray [E, K, N] quantised along K (axis=-2), see `linear`. None with `quantized_kernel`,
-            for inference.
+        lhs: the rows; bfloat16, float16 or float32: the dtype of the result.
+        rhs: the kernels; any of those dtypes, quantised from its own dtype; a float32 master weight gets a float32
+            gradient. Or a loaded QuantizedArray [E, K, N] quantised along K (axis=-2), see `linear`. None with
+            `quantized_kernel`, for inference.
         group_sizes: integers of any width, on the device: they may change from call to call without a new compilation.
             Negative sizes count as 0, and the last groups are cut at the end of the rows. If sizes are known (numbers
             of Python or NumPy), a sum larger than the number of rows is an error.
         bias: one per group, added in float32.
-        recipe: default: the context's (`autocast`). None: high precision, the kernels cast to x's dtype.
+        recipe: default: the context's (`autocast`). None: high precision, the kernels cast to the rows' dtype.
         key: for recipes that round gradients stochastically. The bits of group e are those of slice e in a batch of E
             slices of `linear`. None: the bits come from each group's gradient, see `linear`.
-        quantized_kernel: `quantize_kernel(kernels, module_type="grouped_linear")`, so that they are not quantised
+        quantized_kernel: `quantize_kernel(rhs, module_type="grouped_linear")`, so that they are not quantised
             again.
         name: the layer's name, for the bits without a key and for recipes that treat layers differently.
         state: the state of delayed scaling, of `jaxlowprec.delayed_scaling.init_state(recipe, num_experts=E)`: for each
             group that of a `linear`. Its gradient is its new value. A group without rows has seen the amax 0 of its
             rows and of their gradient, and the amax of its kernel.
-        out_dtype: the dtype of the result; default: x's.
+        preferred_element_type: the dtype of the result; default: that of lhs.
         precision: precision of the three GEMMs, as for `jax.lax.dot`; for quantised ones see `scaled_matmul`.
 
     Returns:
@@ -108,34 +108,43 @@ def grouped_matmul(
     ((5, 16), dtype(bfloat16), 32.0)
     """
     who = "grouped_matmul"
-    x = float_array(who, "x", x)
+    x = float_array(who, "lhs", lhs)
     sizes = checked_sizes(who, group_sizes, x)
     settings = {"recipe": recipe, "key": key, "name": name, "state": state, "precision": precision}
-    weights, bias, call = checked_groups(who, x, sizes, kernels, bias, quantized_kernel, settings)
-    dtype = x.dtype if out_dtype is None else float_dtype(who, "out_dtype", out_dtype)
+    weights, bias, call = checked_groups(who, x, sizes, rhs, bias, quantized_kernel, settings, names=("lhs", "rhs"))
+    wanted = x.dtype if preferred_element_type is None else preferred_element_type
+    dtype = float_dtype(who, "preferred_element_type", wanted)
     y, out_state = groups_product(call, x, weights, bias, sizes, dtype)
     return y if state is None else (y, out_state)
 
 
 def checked_groups(
-    who: str, x: Any, sizes: jax.Array, kernels: Any, bias: Any, quantized: Any, settings: dict[str, Any]
+    who: str,
+    x: Any,
+    sizes: jax.Array,
+    kernels: Any,
+    bias: Any,
+    quantized: Any,
+    settings: dict[str, Any],
+    *,
+    names: tuple[str, str] = ("x", "kernels"),
 ) -> tuple[jax.Array | None, jax.Array | None, LayerCall]:
     """The kernels in high precision and the bias of rows in groups, if they have them, and the call.
 
     `x`: its shape and dtype are what matters. `quantized`: the kernels, quantised before, or None. `settings`: what
-    `layer_call` takes by name.
+    `layer_call` takes by name. `names`: of x and kernels, in errors.
     """
     if kernels is None and quantized is None:
-        raise ValueError(f"{who}: kernels is None; without quantized_kernel= there is no weight")
+        raise ValueError(f"{who}: {names[1]} is None; without quantized_kernel= there is no weight")
     if kernels is not None and not isinstance(kernels, QuantizedArray):
-        kernels = float_array(who, "kernels", kernels)
+        kernels = float_array(who, names[1], kernels)
     kernels, call = layer_call(who, kernels, quantized, kind="grouped_linear", **settings)
     weight: Any = call.quantized if kernels is None else kernels
     shape, experts = weight.shape, sizes.shape[0]
     if x.ndim != 2 or len(shape) != 3 or shape[:2] != (experts, x.shape[1]) or experts == 0:
         raise ValueError(
-            f"{who}: x {x.shape}, kernels {shape} and group_sizes {sizes.shape}: needs x [T, K], kernels "
-            "[E, K, N] and group_sizes [E], E at least 1; use jax.vmap for further axes"
+            f"{who}: {names[0]} {x.shape}, {names[1]} {shape} and group_sizes {sizes.shape}: needs {names[0]} [T, K], "
+            f"{names[1]} [E, K, N] and group_sizes [E], E at least 1; use jax.vmap for further axes"
         )
     features = shape[2]
     if bias is not None and (bias := float_array(who, "bias", bias)).shape != (experts, features):
@@ -220,8 +229,7 @@ def ragged_dot(
     """Drop-in for `jax.lax.ragged_dot`: `grouped_matmul` under the context's recipe.
 
     Arguments:
-        lhs, rhs, group_sizes: `x`, `kernels` and `group_sizes` of `grouped_matmul`.
-        precision: as for `grouped_matmul`.
+        lhs, rhs, group_sizes, precision: see `grouped_matmul`.
         preferred_element_type: the dtype of the result; default: what lhs and rhs promote to.
         group_offset: not supported, as in JAX.
         out_sharding: how the result is to be split, on a mesh of explicit axes.
@@ -242,13 +250,12 @@ def ragged_dot(
     a_sharding(who, "out_sharding", out_sharding)
     lhs = float_array(who, "lhs", lhs)
     rhs = rhs if isinstance(rhs, QuantizedArray) else float_array(who, "rhs", rhs)
-    out_dtype = preferred_element_type
-    if out_dtype is None:
-        out_dtype = lhs.dtype if isinstance(rhs, QuantizedArray) else wider_dtype(lhs.dtype, rhs.dtype)
+    if preferred_element_type is None:
+        preferred_element_type = lhs.dtype if isinstance(rhs, QuantizedArray) else wider_dtype(lhs.dtype, rhs.dtype)
     if not isinstance(rhs, QuantizedArray) and resolve("ragged_dot", FROM_CONTEXT, "") is None:
         wide = wider_dtype(lhs.dtype, rhs.dtype)
         lhs, rhs = lhs.astype(wide), rhs.astype(wide)
-    y = grouped_matmul(lhs, rhs, group_sizes, out_dtype=out_dtype, precision=precision)
+    y = grouped_matmul(lhs, rhs, group_sizes, preferred_element_type=preferred_element_type, precision=precision)
     return resharded(y, out_sharding)
 
 

@@ -36,14 +36,14 @@ def grouped_mlp(
     group_sizes: Int[Array, "E"],
     biases: Sequence[Float[Array, "E O"] | None] | None = None,
     recipe: Recipe | None = FROM_CONTEXT,
-    key: jax.Array | None = None,
     *,
+    key: jax.Array | None = None,
     activation: Activation = "swiglu",
     saved: Saved = "quantized",
     quantized_kernels: Sequence[QuantizedKernel | None] | None = None,
     names: Sequence[str] | None = None,
     states: Sequence[delayed_scaling.State | None] | None = None,
-    out_dtype: Any = None,
+    preferred_element_type: Any = None,
     precision: Any = None,
 ) -> Any:
     """`mlp` of rows in groups, each group by kernels of its own: the experts of a mixture.
@@ -62,7 +62,7 @@ def grouped_mlp(
         key: see `grouped_matmul`; each layer has another one that is derived from it.
         activation, saved: see `mlp`.
         quantized_kernels, names, states: those of each layer, see `grouped_matmul`.
-        out_dtype: the dtype of the result; default: x's, which the hidden layer has, too.
+        preferred_element_type: the dtype of the result; default: x's, which the hidden layer has, too.
         precision: see `grouped_matmul`.
 
     Returns:
@@ -85,7 +85,8 @@ def grouped_mlp(
     who = "grouped_mlp"
     check_mlp(who, activation, saved, len(check_list(who, "kernels", kernels)))
     x = float_array(who, "x", x)
-    dtype = x.dtype if out_dtype is None else float_dtype(who, "out_dtype", out_dtype)
+    wanted = x.dtype if preferred_element_type is None else preferred_element_type
+    dtype = float_dtype(who, "preferred_element_type", wanted)
     of_each = {"biases": biases, "quantized_kernels": quantized_kernels, "names": names, "states": states}
     layers = layers_of(who, kernels, recipe, key, precision, of_each)
     options: Any = {"activation": activation, "saved": saved, "out_dtype": dtype}

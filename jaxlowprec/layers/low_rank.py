@@ -102,7 +102,7 @@ class LoRAKernel:
             dtype: of the result; default: the weight's, or what it was quantised from.
         """
         check_adapter("LoRAKernel.merged", self)
-        kernel = dequantize(self.kernel, jnp.float32) if is_quantized(self.kernel) else self.kernel
+        kernel = dequantize(self.kernel, dtype=jnp.float32) if is_quantized(self.kernel) else self.kernel
         a, b = (factor.astype(jnp.float32) for factor in (self.adapter.a, self.adapter.b))
         added = self.adapter.scale * jnp.matmul(a, b, precision="highest")
         return (kernel.astype(jnp.float32) + added.reshape(kernel.shape)).astype(dtype or self.dtype)

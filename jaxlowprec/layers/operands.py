@@ -92,7 +92,15 @@ def both_ways(
     row_amax, column_amax = amax or (None, None)
     if row is not None and column is not None and alike(row, column):
         options["sign_key"] = sign_key if column.draws_signs else None
-        return quantize_both(x, row.format, column.hadamard or False, row.rounding, words, amax=amax, **options)
+        return quantize_both(
+            x,
+            row.format,
+            hadamard_columnwise=column.hadamard or False,
+            rounding=row.rounding,
+            key=words,
+            amax=amax,
+            **options,
+        )
 
     def one(role: Role | None, axis: int, amax: Any, signs: Any) -> QuantizedArray | None:
         if role is None:
@@ -101,7 +109,15 @@ def both_ways(
         amax = amax if role.format.has_tensor_scale else None
         signs = signs if role.draws_signs else None
         return quantize(
-            x, role.format, axis, role.hadamard or False, role.rounding, used, amax, sign_key=signs, **options
+            x,
+            role.format,
+            axis=axis,
+            hadamard=role.hadamard or False,
+            rounding=role.rounding,
+            key=used,
+            amax=amax,
+            sign_key=signs,
+            **options,
         )
 
     return one(row, -1, row_amax, row_sign_key), one(column, -2, column_amax, sign_key)

@@ -67,7 +67,8 @@ class AllRows:
         return self._multiply(x.mT, dy.mT, None, out_dtype, sharding, sums, accumulate=total)
 
     def _multiply(self, a, b, bias, out_dtype, sharding, sums, accumulate=None) -> Any:
-        options: Any = {"out_dtype": out_dtype, "out_sharding": sharding, "precision": self.precision, "sums": sums}
+        options: Any = {"out_sharding": sharding, "precision": self.precision, "sums": sums}
+        options["preferred_element_type"] = out_dtype
         return scaled_matmul_of_rows(a, b, bias, rows_split=self.split, accumulate=accumulate, **options)
 
     def plain_by_weight(self, x, w, out_dtype, sharding) -> jax.Array:

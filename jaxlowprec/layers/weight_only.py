@@ -146,7 +146,7 @@ def rounded_to(w: jax.Array, served_dtype: str | None) -> jax.Array:
 def through_estimator(dw: jax.Array, w: jax.Array, served: WeightServing) -> jax.Array:
     """The gradient of the master weight w from that of its quantised form, in the gradient's dtype."""
     as_served = rounded_to(w, served.served_dtype).astype(jnp.float32)
-    _, estimator = jax.vjp(lambda w: fake_quantize(w, served.format, -2, served.ste), as_served)
+    _, estimator = jax.vjp(lambda w: fake_quantize(w, served.format, axis=-2, ste=served.ste), as_served)
     return estimator(dw.astype(jnp.float32))[0].astype(dw.dtype)
 
 
@@ -215,7 +215,13 @@ def _fprop(spec: _WeightOnlySpec, x, w, bias, q):
         q, CHECKPOINT_NAMES[1]
     )  # before fprop reads it, so that nothing quantises it again if it is kept
     with in_profiles("fprop"):
-        return scaled_matmul(x, read(kept).mT, bias, out_dtype=spec.out_dtype, out_sharding=spec.out_sharding), kept
+        return scaled_matmul(
+            x,
+            read(kept).mT,
+            bias,
+            preferred_element_type=spec.out_dtype,
+            out_sharding=spec.out_sharding,
+        ), kept
 
 
 def _forward(spec: _WeightOnlySpec, x, w, bias, q, probe):

@@ -98,7 +98,7 @@ def convert(module: Any, rules: Recipe | None = FROM_CONTEXT) -> Any:
     >>> from flax import linen as nn
     >>> model = jlp.linen.convert(nn.Sequential([nn.Dense(64), nn.relu, nn.Dense(8)]), jlp.NVFP4BlockScaling())
     >>> variables = model.init(jax.random.key(0), jnp.ones((4, 32)))
-    >>> print(jlp.explain(model, ..., variables, jnp.ones((4, 32))))
+    >>> print(jlp.explain(model, jlp.FROM_CONTEXT, variables, jnp.ones((4, 32))))
     layer     kernel  weight       input       gradient
     layers_0  32x64   NVFP4 16x16  NVFP4 1x16  NVFP4 1x16
     layers_2  64x8    NVFP4 16x16  NVFP4 1x16  NVFP4 1x16

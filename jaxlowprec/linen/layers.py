@@ -71,7 +71,7 @@ def make_state(layer: nn.Module, recipe: Recipe | None, experts: int | None = No
     """Gives a layer that is initialised the state of delayed scaling, if the recipe needs it and there is none."""
     if recipe is None or recipe.delayed is None:
         return
-    for variable, value in init_state(recipe.delayed, experts).items():
+    for variable, value in init_state(recipe.delayed, num_experts=experts).items():
         if not layer.has_variable(OVERWRITE_WITH_GRADIENT, variable):
             layer.put_variable(OVERWRITE_WITH_GRADIENT, variable, value)
 

@@ -14,9 +14,8 @@ from jaxlowprec.layers.fused_mlp_product import Saved
 from jaxlowprec.linen import grouped
 from jaxlowprec.linen.layers import Dense, promoted_inputs
 from jaxlowprec.moe.grouped_linear import common_inputs, fused_experts, hidden_activation
-from jaxlowprec.moe.mixture import Exchange, Groups, MoEAux, Settings, check_block, mixture
+from jaxlowprec.moe.mixture import Exchange, Groups, MoEAux, Settings, check_block, mixture, own_experts
 from jaxlowprec.moe.router import RouterConfig
-from jaxlowprec.moe.wire import Wire
 from jaxlowprec.recipes.autocast import FROM_CONTEXT
 
 
@@ -94,12 +93,8 @@ class MoE(nn.Module):
     activation: Any = jax.nn.silu
     gated: bool | Literal["joint"] = True
     use_bias: bool = False
-    router_bias: bool = False
     routing: RouterConfig = RouterConfig()
-    expert_axis: str | None = None
-    exchange: Exchange = "sum"
-    buffer_factor: float = 2.0
-    wire: Wire = "rows"
+    exchange: Exchange | None = None
     fsdp_axis: Any = None
     saved: Saved = "quantized"
     dtype: Any = None
@@ -121,16 +116,13 @@ class MoE(nn.Module):
         `tape`: [..., top_k], the experts to send tokens to, such as `aux.tape` of another pass; a row of -1 chooses
         afresh. Only the choice is frozen: weights are recomputed, and gradients flow. See `jaxlowprec.moe.route`.
         """
-        settings = Settings(
-            self.num_experts, self.top_k, self.routing, self.expert_axis, self.exchange, self.buffer_factor, self.wire
-        )
-        biases = {"use_bias": self.use_bias, "router_bias": self.router_bias}
-        check_block(type(self).__name__, settings, self.gated, self.saved, **biases)
+        settings = Settings(self.num_experts, self.top_k, self.routing, self.exchange)
+        check_block(type(self).__name__, settings, self.gated, self.saved, use_bias=self.use_bias)
         options = {"use_bias": self.use_bias, "dtype": self.dtype, "param_dtype": self.param_dtype}
         options |= {"precision": self.precision, "recipe": self.recipe}
         router = Dense(
             self.num_experts,
-            use_bias=self.router_bias,
+            use_bias=self.routing.logit_bias,
             dtype=jnp.float32,
             precision=jax.lax.Precision.HIGHEST,
             kernel_init=self.router_kernel_init,
@@ -139,8 +131,8 @@ class MoE(nn.Module):
         )
         inits = self.kernel_init, self.down_kernel_init or self.kernel_init
         own = self.num_experts
-        if self.expert_axis is not None and not self.is_initializing():
-            own //= jax.lax.axis_size(self.expert_axis)
+        if self.exchange is not None and not self.is_initializing():
+            own = own_experts(self.exchange, own)
         common = (self.activation, self.gated)
         of_experts = options | {"fsdp_axis": self.fsdp_axis}
         experts = Experts(self.hidden_features, *common, inits, of_experts, self.saved, own, name="experts")

@@ -20,7 +20,7 @@ _WHO = "accumulate_gradients"
 
 
 def accumulate_gradients(
-    loss: Callable[..., Any], microbatches: int, *, has_aux: bool = False
+    loss: Callable[..., Any], *, microbatches: int, has_aux: bool = False
 ) -> Callable[[Any, Any], tuple[Any, Any]]:
     """A function like `jax.value_and_grad(loss)` that takes a large batch in parts, one after the other.
 
@@ -54,7 +54,7 @@ def accumulate_gradients(
     ...     return jlp.linear(x, params["kernel"]).astype(jnp.float32).mean()
     >>> params, x = {"kernel": jnp.ones((64, 32))}, jnp.ones((64, 64), jnp.bfloat16)
     >>> with jlp.autocast(jlp.NVFP4BlockScaling()):
-    ...     value, gradients = jax.jit(jlp.accumulate_gradients(loss, 4))(params, x)
+    ...     value, gradients = jax.jit(jlp.accumulate_gradients(loss, microbatches=4))(params, x)
     >>> float(value), gradients["kernel"].shape
     (64.0, (64, 32))
     """

@@ -118,8 +118,8 @@ def find_policy(
     params: Any,
     batches: Sequence[Any],
     candidates: Recipe | Mapping[str, Recipe],
-    budget: float,
     *,
+    budget: float,
     cost: Literal["flops", "bytes"] = "flops",
     by: Literal["gemm", "layer"] | None = None,
     repeats: int = 2,
@@ -167,7 +167,7 @@ def find_policy(
     >>> keys = jax.random.split(jax.random.key(0), 3)
     >>> params = {"up": jax.random.normal(keys[0], (64, 64)), "down": jax.random.normal(keys[1], (64, 64))}
     >>> batches = jax.random.normal(keys[2], (2, 32, 64))
-    >>> policy = jlp.find_policy(loss, params, batches, jlp.NVFP4BlockScaling(), 0.5, by="layer", progress=False)
+    >>> policy = jlp.find_policy(loss, params, batches, jlp.NVFP4BlockScaling(), budget=0.5, by="layer", progress=False)
     >>> print(policy.recipe)
     rule         recipe
     up           high precision

@@ -37,8 +37,8 @@ Adapters = Mapping[str, Adapter]
 def init(
     key: jax.Array,
     params: Any,
-    rank: int,
     *,
+    rank: int,
     alpha: float | None = None,
     include: Sequence[str] = (".*",),
     exclude: Sequence[str] = DEFAULT_EXCLUDE,
@@ -106,7 +106,7 @@ def apply(params: Any, adapters: Adapters) -> Any:
     return _adapted("lora.apply", params, adapters, lambda kernel: kernel)
 
 
-def merge(params: Any, adapters: Adapters, dtype: Any = None) -> Any:
+def merge(params: Any, adapters: Adapters, *, dtype: Any = None) -> Any:
     """The tree of parameters with the adapters' products added to their weights, in float32 and rounded once.
 
     Merged weights are arrays; `jaxlowprec.quantize` gives them few bits again.

@@ -33,7 +33,7 @@ _WHO = "quantize_matmuls"
 
 
 def quantize_matmuls(
-    fn: Callable[..., Any], rules: Recipe | None = FROM_CONTEXT, params: int | str | Sequence[int | str] = 0
+    fn: Callable[..., Any], rules: Recipe | None = FROM_CONTEXT, *, params: int | str | Sequence[int | str] = 0
 ) -> Callable[..., Any]:
     """fn with its matrix products by parameters computed under recipes: a transformation, as `jax.grad` is one.
 
@@ -301,7 +301,10 @@ class TracedFunction:
 
     def init_state(self) -> dict[str, Any]:
         """The state of delayed scaling before the first step."""
-        states = {name: delayed_scaling.init_state(*needed) for name, needed in self._delayed().items()}
+        states = {
+            name: delayed_scaling.init_state(recipe, num_experts=experts)
+            for name, (recipe, experts) in self._delayed().items()
+        }
         return {delayed_scaling.OVERWRITE_WITH_GRADIENT: states} if states else {}
 
     def computed(self, scaling_state: Any) -> Any:

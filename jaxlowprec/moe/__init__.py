@@ -2,7 +2,7 @@
 
 from jaxlowprec.moe.balancing import update_selection_bias
 from jaxlowprec.moe.dispatching import Dispatch, combine, dispatch, scatter_to_experts
-from jaxlowprec.moe.mixture import MoEAux
+from jaxlowprec.moe.mixture import Exchange, MoEAux
 from jaxlowprec.moe.router import RouterConfig, Routing, route
 from jaxlowprec.moe.tape import Overlap, RoutingTape, overlap
 from jaxlowprec.moe.tape_dtype import AFRESH
@@ -10,6 +10,7 @@ from jaxlowprec.moe.tape_dtype import AFRESH
 __all__ = [
     "AFRESH",
     "Dispatch",
+    "Exchange",
     "MoEAux",
     "Overlap",
     "RouterConfig",

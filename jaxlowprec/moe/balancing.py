@@ -17,8 +17,8 @@ from jaxlowprec.ops.checks import mesh_axes
 def update_selection_bias(
     bias: Float[Array, "*L E"],
     group_sizes: Int32[Array, "*L E"],
-    rate: float | Float[Array, ""],
     *,
+    rate: float | Float[Array, ""],
     axis_name: Hashable | tuple[Hashable, ...] | None = None,
 ) -> Float[Array, "*L E"]:
     """The selection bias after a step: raised by `rate` for experts below the mean load, lowered for those above.
@@ -41,7 +41,7 @@ def update_selection_bias(
 
     >>> import jax.numpy as jnp, jaxlowprec as jlp
     >>> bias, counts = jnp.zeros(4), jnp.asarray([5, 1, 2, 0], jnp.int32)
-    >>> jlp.moe.update_selection_bias(bias, counts, 0.5).tolist()
+    >>> jlp.moe.update_selection_bias(bias, counts, rate=0.5).tolist()
     [-0.5, 0.5, 0.0, 0.5]
     """
     who = "update_selection_bias"

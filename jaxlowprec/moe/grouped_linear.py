@@ -36,7 +36,7 @@ def grouped_linear(
             "expert, a kernel [E, K, N] and group_sizes [E]"
         )
     options = {"quantized_kernel": quantized, "name": layer.name, "state": layer.state, "precision": layer.precision}
-    y = grouped_matmul(x, kernel, group_sizes, bias, layer.recipe, layer.key, **options)
+    y = grouped_matmul(x, kernel, group_sizes, bias, layer.recipe, key=layer.key, **options)
     return y if layer.state is None else y[0]
 
 

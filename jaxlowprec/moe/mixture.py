@@ -20,8 +20,8 @@ from jaxlowprec.moe.tape_dtype import fetched, narrowed
 from jaxlowprec.moe.wire import WIRES, Wire
 from jaxlowprec.ops.checks import mesh_axes
 
-Exchange = Literal["sum", "all_to_all", "deduplicated"]
-Groups = InPlace | AllToAll | DeduplicatedAllToAll
+ExchangeKind = Literal["sum", "all_to_all", "deduplicated"]
+Groups = InPlace | AllToAll | Deduplicated
 
 
 @jax.tree_util.register_dataclass
@@ -51,16 +51,55 @@ class MoEAux:
 
 
 @dataclasses.dataclass(frozen=True)
+class Exchange:
+    """How tokens get to experts on other devices, and their results back. No token is dropped.
+
+    Attributes:
+        axis: the mesh axis in shard_map along which the experts' kernels are split, see docs/how-to/moe.md.
+        kind: "sum": all devices along the axis have the same tokens, and their results are added up. "all_to_all": each
+            has tokens of its own, and rows are sent to their experts and back. "deduplicated": the same, but a token is
+            sent once to each device that has experts of it, which sends back the sum of their results.
+        buffer_factor: where each device has tokens of its own: buffers are for so many times the mean rows. A step in
+            which any device has more uses larger buffers and recomputes the experts in its backward pass: the same
+            result, slower.
+        wire: in what rows travel then. "rows": as they are. "codes": rows, and the gradient of the experts' results,
+            are quantised before they travel to experts. "codes_both_ways": so are results, and the gradient of rows, on
+            the way back. See docs/how-to/moe.md for the bytes and the error of each.
+
+    >>> import jaxlowprec as jlp
+    >>> jlp.moe.Exchange("experts", kind="all_to_all", wire="codes")
+    Exchange(axis='experts', kind='all_to_all', buffer_factor=2.0, wire='codes')
+    >>> jlp.moe.Exchange("experts", wire="codes")
+    Traceback (most recent call last):
+    ValueError: Exchange: wire="codes" and kind="sum"; needs kind="all_to_all" or "deduplicated"
+    """
+
+    axis: Hashable
+    kind: ExchangeKind = "sum"
+    buffer_factor: float = 2.0
+    wire: Wire = "rows"
+
+    def __post_init__(self) -> None:
+        who = "Exchange"
+        if self.axis is None or not isinstance(self.axis, Hashable):
+            raise TypeError(f"{who}: axis={shown(self.axis)}; needs the mesh axis of the experts")
+        one_of(who, "kind", self.kind, *get_args(ExchangeKind))
+        one_of(who, "wire", self.wire, *WIRES)
+        if self.wire != "rows" and self.kind == "sum":
+            raise ValueError(f'{who}: wire="{self.wire}" and kind="sum"; needs kind="all_to_all" or "deduplicated"')
+        factor: Any = self.buffer_factor
+        if isinstance(factor, bool) or not isinstance(factor, int | float) or not 0 < factor < math.inf:
+            raise ValueError(f"{who}: buffer_factor={shown(factor)}; needs a number above 0, such as 2.0")
+
+
+@dataclasses.dataclass(frozen=True)
 class Settings:
     """How a block routes, and where its experts are; see `jaxlowprec.nnx.MoE`."""
 
     num_experts: int
     top_k: int
     routing: RouterConfig
-    expert_axis: str | None
-    exchange: Exchange = "sum"
-    buffer_factor: float = 2.0
-    wire: Wire = "rows"
+    exchange: Exchange | None
 
 
 def mixture(
@@ -127,29 +166,29 @@ def _losses(routing: Routing, config: RouterConfig) -> tuple[Array, Array, Array
 
 def _combined(x: Array, routing: Routing, experts: Callable[[Array, Groups], Combined], settings: Settings) -> Combined:
     """The weighted sum of the experts' outputs."""
-    axis, experts_in_all = settings.expert_axis, settings.num_experts
-    if axis is None:
+    exchange, experts_in_all = settings.exchange, settings.num_experts
+    if exchange is None:
         return experts(x, InPlace(dispatch(routing.experts, experts_in_all), routing.weights))
-    own = _own_experts(settings)
-    if settings.exchange == "sum":  # all devices along the axis have the same tokens
+    own, axis = own_experts(exchange, experts_in_all), exchange.axis
+    if exchange.kind == "sum":  # all devices along the axis have the same tokens
         chosen = routing.experts - own * jax.lax.axis_index(axis).astype(jnp.int32)
         y, like = experts(x, InPlace(dispatch(chosen, own), routing.weights))
         return jax.lax.psum(y, axis), like
-    how: Any = {"axis": axis, "factor": settings.buffer_factor, "wire": settings.wire}
-    if settings.exchange == "deduplicated":
-        return experts(x, DeduplicatedAllToAll(routing, **how))
+    how: Any = {"axis": axis, "factor": exchange.buffer_factor, "wire": exchange.wire}
+    if exchange.kind == "deduplicated":
+        return experts(x, Deduplicated(routing, **how))
     return experts(x, AllToAll(dispatch(routing.experts, experts_in_all), routing.weights, **how))
 
 
-def _own_experts(settings: Settings) -> int:
+def own_experts(exchange: Exchange, num_experts: int) -> int:
     """How many experts each device along the axis has."""
-    axis = settings.expert_axis
+    axis = exchange.axis
     mesh_axes("MoE", axis)
-    local, rest = divmod(settings.num_experts, jax.lax.axis_size(axis))
+    local, rest = divmod(num_experts, jax.lax.axis_size(axis))
     if rest:
         raise ValueError(
-            f"MoE: {settings.num_experts} experts over expert_axis={axis!r} of {jax.lax.axis_size(axis)} devices; "
-            "needs a multiple of them"
+            f"MoE: {num_experts} experts over the {jax.lax.axis_size(axis)} devices of Exchange(axis={axis!r}); needs "
+            "a multiple of them"
         )
     return local
 
@@ -166,15 +205,5 @@ def check_block(who: str, settings: Settings, gated: Any, saved: Any, **flags: A
     if gated != "joint":
         a_flag(who, gated=gated)
     a_flag(who, **flags)
-    exchange, wire = settings.exchange, settings.wire
-    one_of(who, "exchange", exchange, *get_args(Exchange))
-    if exchange != "sum" and settings.expert_axis is None:
-        raise ValueError(f'{who}: exchange="{exchange}" and no expert_axis; needs the mesh axis of the experts')
-    one_of(who, "wire", wire, *WIRES)
-    if wire != "rows" and exchange == "sum":
-        raise ValueError(f'{who}: wire="{wire}" and exchange="sum"; needs exchange="all_to_all" or "deduplicated"')
-    factor: Any = settings.buffer_factor
-    if isinstance(factor, bool) or not isinstance(factor, int | float) or not 0 < factor < math.inf:
-        raise ValueError(f"{who}: buffer_factor={shown(factor)}; needs a number above 0, such as 2.0")
-    if not isinstance(settings.expert_axis, Hashable):
-        raise TypeError(f"{who}: expert_axis={shown(settings.expert_axis)}; needs an axis of the mesh, or None")
+    if settings.exchange is not None and not isinstance(settings.exchange, Exchange):
+        raise TypeError(f"{who}: exchange={shown(settings.exchange)}; needs a jaxlowprec.moe.Exchange, or None")

@@ -52,6 +52,8 @@ class RouterConfig:
         sequence_balance_coef: what the balance loss of each sequence is multiplied by (DeepSeek-V3, equations 17 to
             20).
         z_loss_coef: what the router's z-loss is multiplied by (ST-MoE, arXiv 2202.08906, equation 5).
+        logit_bias: whether the layer `router` of `nnx.MoE` and `linen.MoE`, which computes the logits, has a bias
+            (gpt-oss); `route` takes logits, and does not read it.
 
     >>> import jaxlowprec as jlp
     >>> deepseek_v3 = jlp.moe.RouterConfig(
@@ -73,12 +75,13 @@ class RouterConfig:
     load_balance_coef: float = 0.01
     sequence_balance_coef: float = 0.0
     z_loss_coef: float = 0.0
+    logit_bias: bool = False
 
     def __post_init__(self) -> None:
         who = "RouterConfig"
         one_of(who, "scoring", self.scoring, "softmax", "softmax_of_chosen", "sigmoid", "sqrt_softplus")
         one_of(who, "group_score", self.group_score, "top2_sum", "max")
-        a_flag(who, selection_bias=self.selection_bias)
+        a_flag(who, selection_bias=self.selection_bias, logit_bias=self.logit_bias)
         if self.normalize is not None:
             a_flag(who, normalize=self.normalize)
         if self.scoring == "softmax_of_chosen" and self.normalize is False:

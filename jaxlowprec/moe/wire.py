@@ -109,7 +109,7 @@ def sent(rows: jax.Array, fmt: Format | None, move: Callable[[jax.Array], jax.Ar
     parts = moved[:, : codes.shape[1]], moved[:, codes.shape[1] :]
     data, scale = (_from_bytes(part, like) for part, like in zip(parts, (q.data, q.scale), strict=True))
     shape = moved.shape[0], rows.shape[1]
-    return dequantize(dataclasses.replace(q, data=data, scale=scale, matrix_shape=shape), rows.dtype)
+    return dequantize(dataclasses.replace(q, data=data, scale=scale, matrix_shape=shape), dtype=rows.dtype)
 
 
 def _bytes_of(x: jax.Array) -> jax.Array:

@@ -87,7 +87,7 @@ class _Quantizing(nnx.Module):
         self._add_state(None if own is None else own.delayed)
 
     def _add_state(self, recipe: DelayedScaling | None) -> None:
-        state = {} if recipe is None or own_product(self) else init_state(recipe, self._experts())
+        state = {} if recipe is None or own_product(self) else init_state(recipe, num_experts=self._experts())
         kernel = self.kernel.get_value()
         stacked = kernel.shape[: max(0, kernel.ndim - self._own_axes())]  # by nnx.vmap: each layer has its own state
         variables = {
@@ -144,7 +144,7 @@ class _Quantizing(nnx.Module):
             remedy = "restore it with the parameters, or call jaxlowprec.nnx.add_delayed_scaling"
             message = f"its delayed-scaling state is abstract, as nnx.eval_shape leaves it, and counts as new; {remedy}"
             silence.warn_once(type(self).__name__, recipe, [message], depth=2)
-            new = init_state(recipe.delayed, self._experts())
+            new = init_state(recipe.delayed, num_experts=self._experts())
             state |= {name: value for name, value in new.items() if name in abstract}
         return state
 

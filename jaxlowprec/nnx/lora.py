@@ -136,8 +136,8 @@ _PLAIN: dict[type, type] = {ours: plain for plain, ours in _ADAPTED.items() if i
 
 def add_lora(
     model: Any,
-    rank: int,
     *,
+    rank: int,
     alpha: float | None = None,
     include: Sequence[str] = (".*",),
     exclude: Sequence[str] = DEFAULT_EXCLUDE,
@@ -256,7 +256,7 @@ def _matrices(layer: Any) -> tuple[int, ...]:
     return k, n
 
 
-def merge_lora(model: Any, dtype: Any = None) -> Any:
+def merge_lora(model: Any, *, dtype: Any = None) -> Any:
     """A copy of a model with each adapter's product added to its kernel, in float32 and rounded once.
 
     The copy has `Linear`, `LinearGeneral` and `Einsum` layers with arrays as kernels; `jaxlowprec.quantize_params`

@@ -15,7 +15,6 @@ from jaxlowprec.layers.fused_mlp_product import Saved
 from jaxlowprec.moe.grouped_linear import common_inputs, fused_experts, hidden_activation
 from jaxlowprec.moe.mixture import Exchange, Groups, MoEAux, Settings, check_block, mixture
 from jaxlowprec.moe.router import RouterConfig
-from jaxlowprec.moe.wire import Wire
 from jaxlowprec.nnx import grouped
 from jaxlowprec.nnx.layers import Linear
 from jaxlowprec.recipes.autocast import FROM_CONTEXT
@@ -85,20 +84,10 @@ class MoE(nnx.Module):
         shared_hidden_features: hidden size of the shared experts, which process every token; 0: there are none.
         activation, gated: an expert is down(activation(gate(x)) * up(x)); with gated="joint" down(activation(gate(x),
             up(x))); ungated down(activation(up(x))).
-        use_bias, router_bias: whether the layers of experts and of shared experts, and the router, have biases.
-        routing: how tokens choose experts, and the coefficients of the router's losses. With `selection_bias=True` the
-            block has one, float32 [num_experts], a `SelectionBias`, which is not a parameter.
-        expert_axis: the mesh axis in shard_map along which the experts' kernels are split, see docs/how-to/moe.md.
-        exchange: how tokens get to the experts of other devices along `expert_axis`. "sum": all devices have the same
-            tokens, and their results are added up. "all_to_all": each has tokens of its own, and rows are sent to their
-            experts and back. "deduplicated": the same, but a token is sent once to each device that has experts of it,
-            which sends back the sum of their results. No token is dropped.
-        buffer_factor: where each device has tokens of its own: buffers are for so many times the mean rows. A step in
-            which any device has more uses larger buffers and recomputes the experts in its backward pass: the same
-            result, slower.
-        wire: in what rows travel then. "rows": as they are. "codes": rows, and the gradient of the experts' results,
-            are quantised before they travel to experts. "codes_both_ways": so are results, and the gradient of rows, on
-            the way back. See docs/how-to/moe.md for the bytes and the error of each.
+        use_bias: whether the layers of experts and of shared experts have biases.
+        routing: how tokens choose experts, whether the router has a bias, and the coefficients of its losses. With
+            `selection_bias=True` the block has one, float32 [num_experts], a `SelectionBias`, which is not a parameter.
+        exchange: where experts are on other devices, how tokens get there and back. None: all experts are here.
         fsdp_axis: the mesh axis in shard_map along which the first features of the experts' kernels are split, see
             `GroupedLinear`. Other kernels are whole.
         saved: "quantized", "8bit" or "recompute": what is kept of the experts' hidden layer for the backward pass, see
@@ -129,12 +118,8 @@ class MoE(nnx.Module):
         activation: Any = jax.nn.silu,
         gated: bool | Literal["joint"] = True,
         use_bias: bool = False,
-        router_bias: bool = False,
         routing: RouterConfig = _ROUTING,
-        expert_axis: str | None = None,
-        exchange: Exchange = "sum",
-        buffer_factor: float = 2.0,
-        wire: Wire = "rows",
+        exchange: Exchange | None = None,
         fsdp_axis: Any = None,
         saved: Saved = "quantized",
         dtype: Any = None,
@@ -149,9 +134,8 @@ class MoE(nnx.Module):
         name: str = "",
         rngs: nnx.Rngs,
     ):
-        self.settings = Settings(num_experts, top_k, routing, expert_axis, exchange, buffer_factor, wire)
-        biases = {"use_bias": use_bias, "router_bias": router_bias}
-        check_block(type(self).__name__, self.settings, gated, saved, **biases)
+        self.settings = Settings(num_experts, top_k, routing, exchange)
+        check_block(type(self).__name__, self.settings, gated, saved, use_bias=use_bias)
         a_text(type(self).__name__, name=name)
         common = {"use_bias": use_bias, "dtype": dtype, "param_dtype": param_dtype, "precision": precision}
         common |= {"recipe": recipe, "rngs": rngs}
@@ -170,7 +154,7 @@ class MoE(nnx.Module):
         self.router = Linear(
             in_features,
             num_experts,
-            use_bias=router_bias,
+            use_bias=routing.logit_bias,
             dtype=jnp.float32,
             precision=jax.lax.Precision.HIGHEST,
             kernel_init=router_kernel_init,

@@ -21,7 +21,7 @@ from jaxlowprec.ops.quantize.reference import E2M1_VALUES, E8M0_NAN, NVFP4_MAX
 from jaxlowprec.ops.rounding import flush, from_bits
 
 
-def dequantize(q: QuantizedArray, dtype: Any = None, *, implementation: Implementation = None) -> Float[Array, "..."]:
+def dequantize(q: QuantizedArray, *, dtype: Any = None, implementation: Implementation = None) -> Float[Array, "..."]:
     """The array that q approximates: its logical shape and original orientation, the rotation undone.
 
     Codes are decoded (and rotated back) in float32, then rounded once. Int4 is decoded as it is served: rounded once to
@@ -74,7 +74,7 @@ def _dequantize(q: QuantizedArray, dtype: Any, implementation: Implementation) -
         size, signs = q.hadamard.size, q.hadamard.signs
         values = decode(-(-columns // size) * size, None, jnp.float32)
         options: Any = {"inverse": True, "implementation": implementation, "sign_key": q.signs}
-        values = hadamard_transform(values, -1, size, signs, **options)
+        values = hadamard_transform(values, axis=-1, size=size, signs=signs, **options)
         values = values[..., :columns].astype(dtype)
     if vector:
         return values[..., 0, :]

@@ -96,7 +96,7 @@ def checked_epilogue(
     bias: Any,
     activation: Activation = None,
     accumulate: Any = None,
-    out_dtype: Any,
+    preferred_element_type: Any,
     return_pre_activation: bool = False,
     activation_input: Any = None,
     out_sharding: Any,
@@ -126,6 +126,6 @@ def checked_epilogue(
             if value.shape != shape:
                 raise ValueError(f"{who}: {name} has shape {value.shape}; needs {shape}")
             extras.append(value)
-    dtype = float_dtype(who, "out_dtype", out_dtype)
+    dtype = float_dtype(who, "preferred_element_type", preferred_element_type)
     present = bias is not None, accumulate is not None
     return Epilogue(*present, activation, return_pre_activation, dtype, spec_of(out_sharding)), extras

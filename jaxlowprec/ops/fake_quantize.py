@@ -24,6 +24,7 @@ StraightThrough = Literal["identity", "clipped"]
 def fake_quantize(
     x: Float[Array, "*B M K"],
     fmt: Format,
+    *,
     axis: int = -1,
     ste: StraightThrough = "identity",
     implementation: Implementation = None,
@@ -76,7 +77,9 @@ def fake_quantize(
 def _fake_quantize(x: jax.Array, fmt: Any, axis: int, ste: str, implementation: Implementation) -> jax.Array:
     if fmt.scaling == "float16":
         return fake_quantize_int4(x, fmt, axis, implementation)
-    return dequantize(quantize(x, fmt, axis, implementation=implementation), x.dtype, implementation=implementation)
+    return dequantize(
+        quantize(x, fmt, axis=axis, implementation=implementation), dtype=x.dtype, implementation=implementation
+    )
 
 
 _jitted = jax.jit(_fake_quantize, static_argnums=(1, 2, 3, 4))  # an eager call is one dispatch
@@ -89,7 +92,7 @@ def _straight_through(fmt, axis, ste, implementation, primals, tangents):
     if ste == "clipped" and fmt.scaling == "float16":
         tangent = jnp.where(clipped_int4(x, fmt, axis), 0, tangent)
     elif ste == "clipped" and fmt.scaling == "e8m0":
-        q = quantize(x, fmt, axis, implementation=implementation)
+        q = quantize(x, fmt, axis=axis, implementation=implementation)
         tangent = jnp.where(_beyond(x, q), 0, tangent)
     return values, tangent
 

@@ -25,12 +25,12 @@ STREAM, STREAM_OF_DGRAD = 4, 5
 
 def hadamard_transform(
     x: Float[Array, "*B R C"],
+    *,
     axis: int = -1,
     size: int = 16,
     signs: tuple[int, ...] | Literal["drawn"] | None = DEFAULT_SIGNS,
     inverse: bool = False,
     implementation: Implementation = None,
-    *,
     sign_key: jax.Array | None = None,
 ) -> Float[Array, "*B R C"]:
     """`((x * signs) @ H) / sqrt(size)` on each `size` consecutive elements of an axis.

@@ -9,10 +9,10 @@ from __future__ import annotations
 import asyncio
 import collections.abc
 import copy
+import enum
 import functools
 import inspect
 import threading
-import types
 from typing import Any
 
 import jax
@@ -22,8 +22,18 @@ from jaxlowprec.recipes import silence
 from jaxlowprec.recipes.roles import Recipe
 from jaxlowprec.recipes.transformer_engine import Calibrating, DelayedScaling
 
-FROM_CONTEXT: Any = ...
-"""The default of every `recipe=`: use the context's. `recipe=None` means high precision."""
+
+class _Default(enum.Enum):
+    """Defaults of arguments, each known by identity, also in another process."""
+
+    FROM_CONTEXT = enum.auto()
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+FROM_CONTEXT: Any = _Default.FROM_CONTEXT
+"""The default of every `recipe=`: use the recipe of `autocast`. `recipe=None` means high precision."""
 
 _context = jax.make_user_context(None)
 _REMEDY = (
@@ -274,7 +284,7 @@ def resolve(who: str, recipe: Any, name: str | None = None) -> Recipe | None:
     """The recipe that a `recipe=` argument stands for here, for the layer of that name if one is given."""
     if name is not None:
         a_text(who, name=name)
-    if isinstance(recipe, types.EllipsisType):
+    if recipe is FROM_CONTEXT:
         _refuse_anothers_scope(who)
         recipe = _context.value
         if recipe is not None and name is not None:
@@ -284,5 +294,6 @@ def resolve(who: str, recipe: Any, name: str | None = None) -> Recipe | None:
     if isinstance(recipe, Recipe):
         return recipe if name is None else recipe.at(name)
     raise TypeError(
-        f"{who}: recipe={shown(recipe)}; needs a recipe such as NVFP4BlockScaling(), or None for high precision"
+        f"{who}: recipe={shown(recipe)}; needs a recipe such as NVFP4BlockScaling(), None for high precision, or "
+        "FROM_CONTEXT for that of autocast"
     )

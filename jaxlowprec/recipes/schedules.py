@@ -52,7 +52,7 @@ class RecipeSchedule:
         return "\n".join(f"{first:>{width}}   {recipe}" for first, recipe in rows)
 
 
-def recipe_schedule(phases: Mapping[int | float, Recipe | None], total_steps: int | None = None) -> RecipeSchedule:
+def recipe_schedule(phases: Mapping[int | float, Recipe | None], *, total_steps: int | None = None) -> RecipeSchedule:
     """The recipe as a function of the step, for runs that change it on the way.
 
     A recipe is part of jit's cache key. So a jitted step that is called under `autocast(schedule.at(step))`, or is

@@ -1,6 +1,6 @@
 """Telemetry: the effect of quantisation on tensors while a model trains, measured, recorded and shown."""
 
-from jaxlowprec.telemetry.findings import Finding, Limits, findings
+from jaxlowprec.telemetry.limits import Finding, Limits, findings
 from jaxlowprec.telemetry.measures import Statistics, statistics
 from jaxlowprec.telemetry.probes import TENSORS, collecting, init, read, value_and_grad
 from jaxlowprec.telemetry.recording import Record, Recorder, Run, load

@@ -141,7 +141,7 @@ def _sums_of_int4(x: jax.Array, q: QuantizedArray, unit: jax.Array) -> jax.Array
     if q.axis == -2:
         x, q = jnp.swapaxes(x, -1, -2), q.mT
     limits = [dataclasses.replace(q, data=jnp.full_like(q.data, byte)) for byte in (0xFF, 0x00)]
-    values = tuple(dequantize(made, jnp.float32) for made in (q, *limits))
+    values = tuple(dequantize(made, dtype=jnp.float32) for made in (q, *limits))
     bins = reference.code_bins(q.data, q.format, x.shape[-1])
     return reference.sums_of_rows(x, unit, values, bins, q.scale, q.format)
 
@@ -194,5 +194,5 @@ def _rotated(x: jax.Array, q: QuantizedArray) -> tuple[jax.Array, QuantizedArray
     padding = [(0, 0)] * x.ndim
     padding[axis] = (0, -x.shape[axis] % size)
     x = jnp.pad(x, padding) if padding[axis][1] else x
-    x = hadamard_transform(x, axis, size, rotation.signs, sign_key=q.signs)
+    x = hadamard_transform(x, axis=axis, size=size, signs=rotation.signs, sign_key=q.signs)
     return x, dataclasses.replace(q, hadamard=None, signs=None, matrix_shape=x.shape[-2:])

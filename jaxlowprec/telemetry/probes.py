@@ -108,7 +108,9 @@ class _Collector(Scope):
 
 
 @contextlib.contextmanager
-def collecting(state: Mapping[str, Any], on: Any = True, what_if: Mapping[str, Recipe] | None = None) -> Iterator[None]:
+def collecting(
+    state: Mapping[str, Any], *, on: Any = True, what_if: Mapping[str, Recipe] | None = None
+) -> Iterator[None]:
     """Within the block, layers that follow a recipe measure what it does: the gradient of `state` is what they found.
 
     For functions that are differentiated within `jax.jit`; `value_and_grad` does both. Calls that are not
@@ -218,7 +220,7 @@ def value_and_grad(
             given = list(args)
             for place, value in zip(several, chosen, strict=True):
                 given[place] = value
-            with collecting(state, on, what_if):
+            with collecting(state, on=on, what_if=what_if):
                 return function(*given, **kwargs)
 
         chosen = tuple(args[place] for place in several)

@@ -66,7 +66,7 @@ class Operand:
         rows = dataclasses.replace(fmt, block=(1, fmt.length)) if fmt.tiles else fmt
         static = rows, (len(taken), q.shape[-1]), q.dtype, -1, q.hadamard
         made = QuantizedArray(_taken(q.data, taken), scale, amax, zero_point, *static, replicated(q.signs))
-        return dequantize(made, jnp.float32)
+        return dequantize(made, dtype=jnp.float32)
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=("a", "b"), meta_fields=("parts",))
@@ -204,7 +204,7 @@ class RowsByWeights:
         rows, there = _spread(groups.ends[-1], x.shape[0])
         group = jnp.minimum(groups.of_rows()[rows], self.sizes.shape[0] - 1)
         exact = x[rows][:, None]
-        decoded = exact if q is None else dequantize(taken_rows(jax.tree.map(replicated, q), rows), jnp.float32)
+        decoded = exact if q is None else dequantize(taken_rows(jax.tree.map(replicated, q), rows), dtype=jnp.float32)
         pairs = (exact, self.b.exact()), (decoded, self.b.decoded())
         results = [jnp.where(there[:, None, None], products(a, replicated(b)[group]), 0) for a, b in pairs]
         return relative_square_error(results[0], results[1], axes)
@@ -238,7 +238,7 @@ class WithinGroups:
         taken = places(q.columns, exact.shape[0])
         scale = q.scale if q.format.scaling == "tensor" else q.scale[taken]
         slots = in_slots(dataclasses.replace(q, data=q.data[taken], scale=scale, columns=len(taken)))
-        return slots.take(exact.T), dequantize(slots.quantized, jnp.float32)
+        return slots.take(exact.T), dequantize(slots.quantized, dtype=jnp.float32)
 
     def _products(self, operands: tuple[jax.Array, ...]) -> jax.Array:
         """[E, n, n] of operands [S, block, n]."""

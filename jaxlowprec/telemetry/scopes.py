@@ -67,7 +67,7 @@ def entered(scope: Scope) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def stacked(index: Any, of: int) -> Iterator[None]:
+def stacked(index: Any, *, of: int) -> Iterator[None]:
     """Within the block, layers are measured as the index-th of a stack: for the body of a `jax.lax.scan` over layers.
 
     Without it a layer that is called several times has the mean of its calls.

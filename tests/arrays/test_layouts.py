@@ -29,7 +29,8 @@ def assert_permutes(flat, original):
 
 def there_and_back(scale):
     swizzled = layouts.swizzle(scale)
-    return swizzled, layouts.unswizzle(swizzled, *scale.shape[-2:])
+    rows, columns = scale.shape[-2:]
+    return swizzled, layouts.unswizzle(swizzled, rows=rows, columns=columns)
 
 
 class TestSwizzle:
@@ -63,11 +64,12 @@ class TestSwizzle:
         with pytest.raises(ValueError, match="dtype float32; needs .* of one byte"):
             layouts.swizzle(jnp.zeros((4, 4)))
         with pytest.raises(ValueError, match=r"has shape \(512,\); 130x5 scales need \[..., 2048\]"):
-            layouts.unswizzle(jnp.zeros(512, jnp.uint8), 130, 5)
+            layouts.unswizzle(jnp.zeros(512, jnp.uint8), rows=130, columns=5)
 
 
 def lines_of(q):
-    return q.matrix_shape if q.axis == -1 else q.matrix_shape[::-1]
+    rows, columns = q.matrix_shape if q.axis == -1 else q.matrix_shape[::-1]
+    return {"rows": rows, "columns": columns}
 
 
 class TestGemmScales:
@@ -78,7 +80,7 @@ class TestGemmScales:
 
         @jax.jit
         def back(arrays):
-            return [layouts.logical_scales(layouts.gemm_scales(q), fmt, *lines_of(q)) for q in arrays]
+            return [layouts.logical_scales(layouts.gemm_scales(q), fmt, **lines_of(q)) for q in arrays]
 
         assert_same_bytes(back(arrays), [q.scale for q in arrays])
 
@@ -125,7 +127,7 @@ class TestGemmScales:
     def test_a_tensors_scale_stays_as_it_is(self):
         q = quantized_from_bytes((3, 40, 50), jlp.Float8Tensor())
         assert layouts.gemm_scales(q) is q.scale
-        assert layouts.logical_scales(q.scale, q.format, 40, 50) is q.scale
+        assert layouts.logical_scales(q.scale, q.format, rows=40, columns=50) is q.scale
 
     @pytest.mark.parametrize("fmt", ONE_OF_EACH, ids=format_name)
     def test_jit_and_vmap(self, fmt):
@@ -138,10 +140,10 @@ class TestGemmScales:
             layouts.gemm_scales(jlp.quantize(jnp.ones(40), jlp.MXFP8()))
         for fmt, shape in ((jlp.Float8Block(), "(3, 8)"), (jlp.Float8Block(block=(128, 128)), "(1, 4)")):
             with pytest.raises(ValueError) as raised:
-                layouts.logical_scales(jnp.zeros((5, 3)), fmt, 5, 300)
+                layouts.logical_scales(jnp.zeros((5, 3)), fmt, rows=5, columns=300)
             assert f"logical_scales: scales have shape (5, 3); {fmt} of 5x300 needs [..., {shape}]" in str(raised.value)
         with pytest.raises(ValueError, match="5x10 scales need"):
-            layouts.logical_scales(jnp.zeros(8, jnp.uint8), jlp.MXFP8(), 5, 300)
+            layouts.logical_scales(jnp.zeros(8, jnp.uint8), jlp.MXFP8(), rows=5, columns=300)
 
 
 class TestCompact:
@@ -149,7 +151,7 @@ class TestCompact:
     @pytest.mark.parametrize("fmt", UNPACKED, ids=format_name)
     def test_inverse(self, fmt, axis):
         q = quantized_from_bytes((2, 40, 300), fmt, axis=axis)
-        again = layouts.from_compact(*layouts.to_compact(q), fmt, axis, q.dtype)
+        again = layouts.from_compact(*layouts.to_compact(q), fmt, axis=axis, dtype=q.dtype)
         assert jax.tree.structure(again) == jax.tree.structure(q)
         assert_same_bytes(again, q)
 
@@ -157,7 +159,7 @@ class TestCompact:
     def test_data_in_the_original_orientation_and_scales_along_it(self, fmt):
         """What is at [m, k] of the data stands for x[m, k], with the scale at [m / b, k]."""
         x = random_array((40, 300), "float32")
-        q = jlp.quantize(x, fmt, -2)
+        q = jlp.quantize(x, fmt, axis=-2)
         data, scale = layouts.to_compact(q)
         assert data.shape == x.shape
         scale = np.asarray(scale.astype(jnp.float32))
@@ -188,7 +190,7 @@ class TestCompact:
         assert_same_bytes(jax.jit(layouts.to_compact)(q), layouts.to_compact(q))
         assert_same_bytes(jax.vmap(layouts.to_compact)(q), layouts.to_compact(q))
         compact = layouts.to_compact(q)
-        assert_same_bytes(jax.vmap(lambda d, s: layouts.from_compact(d, s, fmt, -2))(*compact), q)
+        assert_same_bytes(jax.vmap(lambda d, s: layouts.from_compact(d, s, fmt, axis=-2))(*compact), q)
 
     def test_errors(self):
         for fmt in (jlp.NVFP4(), jlp.MXFP4()):
@@ -200,8 +202,8 @@ class TestCompact:
             layouts.to_compact(jlp.quantize(jnp.ones(40), jlp.MXFP8()))
         data = jnp.zeros((40, 300), jnp.float8_e4m3fn)
         with pytest.raises(ValueError, match="axis=0; needs 8-bit codes"):
-            layouts.from_compact(data, jnp.ones((40, 3)), jlp.Float8Block(), 0)
+            layouts.from_compact(data, jnp.ones((40, 3)), jlp.Float8Block(), axis=0)
         with pytest.raises(ValueError, match=r"from_compact: scales have shape \(40, 2\), .* needs \(40, 3\)"):
             layouts.from_compact(data, jnp.ones((40, 2)), jlp.Float8Block())
         with pytest.raises(ValueError, match=r"needs \(300, 1\)"):
-            layouts.from_compact(data, jnp.ones((40, 3)), jlp.Float8Block(), -2)
+            layouts.from_compact(data, jnp.ones((40, 3)), jlp.Float8Block(), axis=-2)

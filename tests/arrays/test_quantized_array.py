@@ -41,7 +41,7 @@ class TestInvariants:
     def test_shapes_of_the_fields(self, shape, fmt):
         *batch, m, k = shape
         for axis, lines, length in ((-1, m, k), (-2, k, m)):
-            q = jlp.quantize(random_array(shape), fmt, axis)
+            q = jlp.quantize(random_array(shape), fmt, axis=axis)
             assert (q.shape, q.ndim, q.size, q.axis) == (shape, len(shape), int(np.prod(shape)), axis)
             blocks = -(-length // fmt.length)
             codes = blocks * fmt.length // 2 if fmt.packed else length
@@ -60,7 +60,7 @@ class TestInvariants:
     @pytest.mark.parametrize("dtype", FLOATS)
     def test_static_fields_say_how_it_was_made(self, dtype):
         h = jlp.Hadamard(32)
-        q = jlp.quantize(random_array((32, 64), dtype), jlp.NVFP4(), -2, h)
+        q = jlp.quantize(random_array((32, 64), dtype), jlp.NVFP4(), axis=-2, hadamard=h)
         assert (q.format, q.matrix_shape, q.dtype, q.axis, q.hadamard) == (
             jlp.NVFP4(),
             (32, 64),
@@ -113,7 +113,7 @@ class TestInvariants:
     @pytest.mark.parametrize("shape", [(2, 20, 37)], ids=str)
     def test_mt_is_the_matrix_transpose_without_moving_a_byte(self, shape, fmt):
         for axis in (-1, -2):
-            q = jlp.quantize(random_array(shape), fmt, axis)
+            q = jlp.quantize(random_array(shape), fmt, axis=axis)
             t = q.mT
             assert t.data is q.data and t.scale is q.scale
             assert (t.shape, t.axis) == ((*shape[:-2], shape[-1], shape[-2]), -3 - axis)
@@ -126,7 +126,7 @@ class TestInvariants:
 
     def test_dequantize_is_the_functions(self):
         q = quantize(random_array((20, 37)))
-        assert_same_bytes(q.dequantize(jnp.float32), jlp.dequantize(q, jnp.float32))
+        assert_same_bytes(q.dequantize(jnp.float32), jlp.dequantize(q, dtype=jnp.float32))
 
 
 class TestStructure:
@@ -141,7 +141,7 @@ class TestStructure:
         [
             lambda x: jlp.quantize(x, jlp.NVFP4((16, 16))),
             lambda x: jlp.quantize(x, jlp.MXFP4()),
-            lambda x: jlp.quantize(x, jlp.NVFP4(), -2),
+            lambda x: jlp.quantize(x, jlp.NVFP4(), axis=-2),
             lambda x: jlp.quantize(x, jlp.NVFP4(), hadamard=True),
             lambda x: jlp.quantize(x.astype("float32"), jlp.NVFP4()),
             lambda x: jlp.quantize(x[:, :31], jlp.NVFP4()),
@@ -307,7 +307,7 @@ class TestCheckpoints:
     def test_orbax_round_trip(self, tmp_path, checkpointer):
         tree = {
             "row": quantize(random_array((20, 37))),
-            "column": jlp.quantize(random_array((3, 32, 48)), jlp.NVFP4((16, 16)), -2, True),
+            "column": jlp.quantize(random_array((3, 32, 48)), jlp.NVFP4((16, 16)), axis=-2, hadamard=True),
             "formats": [jlp.quantize(random_array((20, 37)), fmt) for fmt in ONE_OF_EACH],
             "drawn": quantize(random_array((3, 20, 37)), hadamard=DRAWN, sign_key=jax.random.key(0)),
             "bias": jnp.ones(3),

@@ -18,7 +18,7 @@ import pytest
 import jaxlowprec as jlp
 from jaxlowprec.cli import watch
 from jaxlowprec.cli.main import main
-from jaxlowprec.telemetry.findings import Limits
+from jaxlowprec.telemetry.limits import Limits
 from jaxlowprec.telemetry.probes import AS_TRAINED
 from jaxlowprec.telemetry.recording import load
 from tests.cli.processes import ENTRY

@@ -53,7 +53,13 @@ class TestOps:
     @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
     def test_both_ways_rotated(self, devices, rounding):
         def run(x, key):
-            return jlp.quantize_both(x, jlp.NVFP4(), True, rounding, key if rounding == "stochastic" else None)
+            return jlp.quantize_both(
+                x,
+                jlp.NVFP4(),
+                hadamard_columnwise=True,
+                rounding=rounding,
+                key=key if rounding == "stochastic" else None,
+            )
 
         found = compiled(run, jnp.ones((256, 512)), jnp.zeros(2, jnp.uint32), devices=devices)
         assert found.calls == {"jaxlowprec_amax": 1, "jaxlowprec_quantize": 1}
@@ -61,7 +67,9 @@ class TestOps:
     @pytest.mark.parametrize("fmt", [f for f in ONE_OF_EACH if not f.tiles and f.element != "e5m2"], ids=str)
     def test_scaled_matmul(self, devices, fmt):
         def run(a, b, bias):
-            return jlp.scaled_matmul(jlp.quantize(a, fmt), jlp.quantize(b, fmt), bias, "gelu", out_dtype=jnp.bfloat16)
+            return jlp.scaled_matmul(
+                jlp.quantize(a, fmt), jlp.quantize(b, fmt), bias, activation="gelu", preferred_element_type=jnp.bfloat16
+            )
 
         a, b, bias = jnp.ones((128, 512)), jnp.ones((256, 512)), jnp.ones(256)
         found = compiled(run, a, b, bias, devices=devices)
@@ -92,7 +100,9 @@ class TestOps:
 
     @pytest.mark.parametrize("axis", [-1, -2])
     def test_hadamard(self, devices, axis):
-        found = compiled(lambda x: jlp.hadamard_transform(x, axis, 128), jnp.ones((256, 512)), devices=devices)
+        found = compiled(
+            lambda x: jlp.hadamard_transform(x, axis=axis, size=128), jnp.ones((256, 512)), devices=devices
+        )
         assert found.calls == {"jaxlowprec_hadamard": 1}
 
     def test_producers(self, devices):

@@ -139,7 +139,7 @@ def test_traces_are_compared_from_files(trace, tmp_path):
 def of_scan(params, x):
     def body(h, layer):
         index, w = layer
-        with jlp.telemetry.stacked(index, len(params)):
+        with jlp.telemetry.stacked(index, of=len(params)):
             return h + jax.nn.gelu(jlp.linear(h, w, recipe=NVFP4, name="blocks")), None
 
     h, _ = jax.lax.scan(jax.checkpoint(body), x, (jnp.arange(len(params)), jnp.stack(params)))
@@ -165,11 +165,11 @@ class TestLoops:
     def loss(params, x, spoils=lambda i, h: h, stacked=True, halves=False):
         def block(x, layer):
             i, w = layer
-            with jlp.telemetry.stacked(i, 3) if stacked else contextlib.nullcontext():
+            with jlp.telemetry.stacked(i, of=3) if stacked else contextlib.nullcontext():
                 h = spoils(i, jlp.linear(x, w["up"], recipe=MXFP8, name="up"))
                 if not halves:
                     return x + jlp.linear(h, w["down"], recipe=MXFP8, name="down"), None
-            with jlp.telemetry.stacked(i, 3):
+            with jlp.telemetry.stacked(i, of=3):
                 return x + jax.checkpoint(lambda h: jlp.linear(h, w["down"], recipe=MXFP8, name="down"))(h), None
 
         return jnp.square(jax.lax.scan(block, x, (jnp.arange(3), params))[0]).mean()
@@ -206,7 +206,7 @@ class TestLoops:
     def test_a_python_loop(self):
         def loss(params, x):
             for i in range(3):
-                with jlp.telemetry.stacked(i, 3):
+                with jlp.telemetry.stacked(i, of=3):
                     for name in ("up", "down"):
                         x = jlp.linear(x, params[name][i], recipe=MXFP8, name=name)
             return jlp.linear(x, params["up"][0], recipe=MXFP8, name="head").mean()

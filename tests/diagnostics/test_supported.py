@@ -53,7 +53,7 @@ class TestOnTheCpu:
     def test_each_gemm_is_named(self):
         why = jlp.supported(jlp.Float8CurrentScaling()).reason
         assert "fprop Float8Tensor E4M3 by Float8Tensor E4M3, dgrad Float8Tensor E5M2 by Float8Tensor E4M3" in why
-        high = jlp.supported(jlp.MXFP8BlockScaling(backward_override="high_precision"), "cpu").reason
+        high = jlp.supported(jlp.MXFP8BlockScaling(backward_override="high_precision"), platform="cpu").reason
         assert "dgrad and wgrad in high precision: XLA" in high and "fprop MXFP8" in high
 
     def test_one_op_alone(self):
@@ -128,7 +128,7 @@ class TestRefused:
         with pytest.raises(TypeError, match="supported: recipe='nvfp4'; needs a recipe such as"):
             jlp.supported("nvfp4")
         with pytest.raises(ValueError, match='supported: platform=\'cud\'; needs None, "cpu", "cuda"'):
-            jlp.supported(None, "cud")
+            jlp.supported(None, platform="cud")
         with pytest.raises(ValueError, match="supported: op='quantise'; needs None, \"quantize\""):
             jlp.supported(None, op="quantise")
 
@@ -138,13 +138,13 @@ class TestOnGpus:
         if native.compute_capability() is not None:
             pytest.skip("a GPU is here")
         for platform in ("gpu", "cuda"):
-            ok, why = jlp.supported(jlp.NVFP4BlockScaling(), platform)
+            ok, why = jlp.supported(jlp.NVFP4BlockScaling(), platform=platform)
             assert not ok and "JAX finds no NVIDIA GPU" in why and 'pip install "jax[cuda13]"' in why
             assert (native.why_not("cuda") or "") in why
 
     @pytest.mark.parametrize("platform", ["tpu", "rocm"])
     def test_a_platform_that_is_not_there(self, platform):
-        ok, why = jlp.supported(jlp.NVFP4BlockScaling(), platform)
+        ok, why = jlp.supported(jlp.NVFP4BlockScaling(), platform=platform)
         assert not ok and why.startswith(f"{platform}: ") and "install JAX's backend" in why
 
     def test_the_plan_of_each_generation(self):
@@ -162,7 +162,7 @@ class TestOnGpus:
         for name, found in ways.items():
             for capability, way in found.items():
                 with claiming_cuda(capability):
-                    ok, why = jlp.supported(RECIPES[name], "gpu")
+                    ok, why = jlp.supported(RECIPES[name], platform="gpu")
                 assert ok and way in why and "CUDA kernels" in why, (name, capability)
                 assert why.startswith(f"GPU of compute capability {capability}: ")
 
@@ -171,7 +171,7 @@ class TestOnGpus:
         """Float32 scales that are not powers of two: only compute capability 9.0 has a GEMM."""
         recipe = jlp.Float8BlockScaling(use_f32_scales=True)
         with claiming_cuda(capability):
-            ok, why = jlp.supported(recipe, "cuda")
+            ok, why = jlp.supported(recipe, platform="cuda")
             calls = {call.target for call in custom_calls(functools.partial(gradients, recipe), X, W)}
         by_reference = "the reference in pure JAX, because FP8 blocks with float32 scales" in why
         assert ok and by_reference == (capability == 8.0)
@@ -179,14 +179,14 @@ class TestOnGpus:
 
     def test_a_gpu_that_is_too_old(self):
         with claiming_cuda(7.5):
-            ok, why = jlp.supported(jlp.MXFP8BlockScaling(), "cuda")
+            ok, why = jlp.supported(jlp.MXFP8BlockScaling(), platform="cuda")
         assert not ok and "the CUDA kernels need 8.0 or newer" in why and "JAXLOWPREC_DISABLE_NATIVE=1" in why
 
     def test_a_gpu_without_kernels_runs_the_reference(self, monkeypatch):
         library = dataclasses.replace(native.library(), platforms=("cpu",), missing={"cuda": "built without CUDA"})
         monkeypatch.setattr(native, "library", lambda: library)
         monkeypatch.setattr(native, "compute_capability", lambda: 9.0)
-        ok, why = jlp.supported(jlp.NVFP4BlockScaling(), "gpu")
+        ok, why = jlp.supported(jlp.NVFP4BlockScaling(), platform="gpu")
         assert ok and "the reference in pure JAX, because built without CUDA" in why
 
 
@@ -195,7 +195,7 @@ class TestInfo:
         assert main(["info", "--json"]) == 0
         found = {r["recipe"]: r["platforms"]["cpu"] for r in json.loads(capsys.readouterr().out)["recipes"]}
         for recipe in (jlp.NVFP4BlockScaling(), jlp.Float8CurrentScaling(), jlp.Int4QAT()):
-            assert found[type(recipe).__name__] == jlp.supported(recipe, "cpu")._asdict()
+            assert found[type(recipe).__name__] == jlp.supported(recipe, platform="cpu")._asdict()
         assert main(["info"]) == 0
         text = capsys.readouterr().out
         assert all(f"{recipe} runs. {answer['reason']}" in text for recipe, answer in found.items())

@@ -3,16 +3,15 @@
 import importlib
 import inspect
 import re
-import types
 
 import pytest
 
 from jaxlowprec.cli.main import main
+from tests.docs.test_site import script
 from tests.package.test_readme import ROOT
 
 REFERENCE = ROOT / "docs" / "reference"
-MODULES = ("", ".nnx", ".linen", ".moe", ".layouts", ".delayed_scaling", ".traffic", ".checkpoints")
-MODULES += (".checkpoint_policies", ".checkpoints.schemes", ".checkpoints.gguf", ".weight_sync", ".rl")
+NAMES = script("names")
 _READERS = (  # environment variables, and fields of recipes whose defaults they are
     re.compile(r'(?:getenv|environ\.get|environment_flag)\(f?"JAXLOWPREC_(\w+)"'),
     re.compile(r'(?:flag|choice|setting)\("(?!JAXLOWPREC)([A-Z][A-Z0-9_]+)"'),
@@ -32,7 +31,7 @@ def found(module, name):
     return getattr(importlib.import_module(module), name)
 
 
-PAGES = [f"jaxlowprec{module}" for module in MODULES]
+PAGES = [module.__name__ for module in NAMES.modules()]
 SHOWN = [(module, name) for module in PAGES for name in listed(module)]
 
 
@@ -42,10 +41,16 @@ def test_a_page_lists_the_public_names(module):
     assert len(names) == len(set(names)) > 0
     for name in names:
         assert found(module, name) is not None
-    public = getattr(importlib.import_module(module), "__all__", None)
-    if public is not None:
-        own = importlib.import_module(module)
-        assert set(names) == {name for name in public if not isinstance(getattr(own, name), types.ModuleType)}
+    assert set(names) == set(NAMES.names(importlib.import_module(module)))
+
+
+def test_the_page_of_all_names_has_each_once():
+    page = NAMES.PAGE.read_text()
+    assert page == NAMES.page(), "run scripts/site/names.py"
+    linked = re.findall(r"\[`\w+`\]\(\w+\.md#([\w.]+)\)", page)
+    objects = [found(*name.rsplit(".", 1)) for name in linked]
+    assert len(set(map(id, filter(callable, objects)))) == len([o for o in objects if callable(o)]) > 200
+    assert len(set(linked)) == len(linked)
 
 
 def test_no_module_stands_where_a_page_shows_a_function():

@@ -135,7 +135,7 @@ class TestRefused:
 
 def with_adapters(model):
     """The model with adapters as after training: b is not zero any more."""
-    model = jlp.nnx.add_lora(model, 2, alpha=3, rngs=nnx.Rngs(1), param_dtype=jnp.float32)
+    model = jlp.nnx.add_lora(model, rank=2, alpha=3, rngs=nnx.Rngs(1), param_dtype=jnp.float32)
     for name in NAMES:
         b = getattr(model, name).lora.lora_b
         b.set_value(random_array(b.get_value().shape, "float32", len(name)) / 8)
@@ -169,7 +169,7 @@ class TestAdapters:
             shape = shapes(equation, sizes)[1]
             params[name] = random_array(shape, "float32", i)
             axes[name] = [(0, 1), (len(shape) - 2, 1), (0, len(shape) - 1)][i % 3]
-        adapters = jlp.lora.init(jax.random.key(0), params, 2, axes=axes, dtype="float32")
+        adapters = jlp.lora.init(jax.random.key(0), params, rank=2, axes=axes, dtype="float32")
         adapters = jax.tree.map(lambda leaf: random_array(leaf.shape, "float32", leaf.size) / 8, adapters)
         products = {name: equation for name, (equation, _) in zip(NAMES, EQUATIONS, strict=True)}
 
@@ -200,12 +200,12 @@ class TestAdapters:
         with pytest.warns(
             UserWarning, match="these get no adapter, though include chooses them: 'conv', 'experts', 'sca"
         ):
-            jlp.nnx.add_lora(model, 2, exclude=(), rngs=nnx.Rngs(1))
+            jlp.nnx.add_lora(model, rank=2, exclude=(), rngs=nnx.Rngs(1))
         assert type(model["scale"]) is nnx.Einsum
 
     def test_what_exclude_leaves_out_is_not(self, recwarn):
         model = nnx.Dict(up=nnx.Linear(32, 32, rngs=nnx.Rngs(0)), conv=nnx.Conv(8, 8, (3,), rngs=nnx.Rngs(0)))
-        jlp.nnx.add_lora(model, 2, exclude=("conv",), rngs=nnx.Rngs(1))
+        jlp.nnx.add_lora(model, rank=2, exclude=("conv",), rngs=nnx.Rngs(1))
         assert not [w for w in recwarn if "adapter" in str(w.message)]
 
 

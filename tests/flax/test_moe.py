@@ -85,7 +85,12 @@ class TestNumbers:
     @pytest.mark.slow
     @nnx_often
     def test_with_biases_and_an_activation_of_gate_and_up(self, library):
-        options = {"use_bias": True, "router_bias": True, "activation": limited, "gated": "joint"}
+        options = {
+            "use_bias": True,
+            "routing": jlp.moe.RouterConfig(logit_bias=True),
+            "activation": limited,
+            "gated": "joint",
+        }
         x, shared = X.astype(jnp.float32), {"shared_hidden_features": 48}
         model = made(LIBRARIES[library], 4, 2, **FLOAT32, **options, **shared)
         keys = iter(jax.random.split(jax.random.key(1), 20))

@@ -137,7 +137,7 @@ class TestMesh:
     def test_within_shard_map_one_sum_combines_the_experts(self, library):
         x, mesh = X.astype(jnp.float32), mesh_of((2, 4))
         alone = made(library, **FLOAT32)
-        split = library.like(alone, block(library, expert_axis="b", **FLOAT32))
+        split = library.like(alone, block(library, exchange=jlp.moe.Exchange("b"), **FLOAT32))
         specs = jax.tree.map(lambda leaf: P("b") if leaf.ndim == 3 else P(), alone.tree)
 
         def call(tree, x):
@@ -158,9 +158,9 @@ class TestMesh:
             "linen": (flax.errors.ScopeParamShapeError, r"\(2, 64, 32\)"),
             "nnx": (ValueError, r"group_sizes \(2,\): needs"),
         }
-        unequal = (ValueError, "6 experts over expert_axis='b' of 4 devices")
+        unequal = (ValueError, r"6 experts over the 4 devices of Exchange\(axis='b'\)")
         for experts, (error, message) in ((6, unequal), (8, kernels_are_whole[library.name])):
-            model = library.like(made(library, experts), block(library, experts, expert_axis="b"))
+            model = library.like(made(library, experts), block(library, experts, exchange=jlp.moe.Exchange("b")))
             call = jax.shard_map(
                 lambda tree, x: model.apply(tree, x)[0], mesh=mesh_of((2, 4)), in_specs=(P(), P("a")), out_specs=P("a")
             )

@@ -129,13 +129,17 @@ class TestQuantizedKernels:
 
     def test_a_layers_own_recipe_comes_first(self):
         other = jlp.NVFP4BlockScaling(disable_2d_quantization=True)
-        model = nnx.List([made(NNX.maker("Linear", 32, 32, recipe=recipe), self.x) for recipe in (None, other, ...)])
+        model = nnx.List(
+            [made(NNX.maker("Linear", 32, 32, recipe=recipe), self.x) for recipe in (None, other, jlp.FROM_CONTEXT)]
+        )
         with jlp.nnx.quantized_kernels(model, FULL):
             kept = [getattr(layer._quantized_kernel(), "rowwise", None) for layer in model]
         assert [q and q.format for q in kept] == [None, jlp.NVFP4((1, 16)), jlp.NVFP4((16, 16))]
 
     def test_need_a_recipe_and_leave_nothing_behind_without(self):
-        model = nnx.List([made(NNX.maker("Linear", 32, 32, recipe=recipe), self.x) for recipe in (FULL, ...)])
+        model = nnx.List(
+            [made(NNX.maker("Linear", 32, 32, recipe=recipe), self.x) for recipe in (FULL, jlp.FROM_CONTEXT)]
+        )
         with pytest.raises(ValueError, match="quantize_kernel: no recipe"), jlp.nnx.quantized_kernels(model):
             pass
         assert model[0].quantized is None

@@ -90,7 +90,7 @@ def test_a_state_that_is_still_abstract_counts_as_new(name, monkeypatch):
 
 def test_add_delayed_scaling_leaves_layers_with_own_recipes():
     own = jlp.DelayedScaling(amax_history_len=5)
-    layers = nnx.List([made(within=False, recipe=recipe) for recipe in (own, None, ...)])
+    layers = nnx.List([made(within=False, recipe=recipe) for recipe in (own, None, jlp.FROM_CONTEXT)])
     jlp.nnx.add_delayed_scaling(layers, RECIPE)
     lengths = [layer._overwrite_with_gradient and state_of(layer)["input_amax_history"].size for layer in layers]
     assert lengths == [5, None, 3]

@@ -102,7 +102,7 @@ class TestAddLora:
     def test_names_and_adapts_what_the_patterns_choose(self):
         model, options = made(), {"rngs": nnx.Rngs(1)}
         before = run(model, X)
-        assert jlp.nnx.add_lora(model, 4, exclude=("head", "out"), **options) is model
+        assert jlp.nnx.add_lora(model, rank=4, exclude=("head", "out"), **options) is model
         adapted = {
             layer.name: layer.adapter.a.shape for _, layer in nnx.iter_modules(model) if hasattr(layer, "adapter")
         }
@@ -119,7 +119,7 @@ class TestAddLora:
         assert_same_bytes(run(model, X), before)
 
     def test_explain_names_the_adapters(self):
-        model = jlp.nnx.add_lora(made(), 4, include=("up", "out"), rngs=nnx.Rngs(1))
+        model = jlp.nnx.add_lora(made(), rank=4, include=("up", "out"), rngs=nnx.Rngs(1))
         notes = {layer.path: layer.note for layer in jlp.explain(model, NVFP4).layers}
         assert notes["attention/out"] == notes["up"] == "adapter of rank 4"
         assert "adapter" not in notes["down"]
@@ -135,7 +135,7 @@ class TestAddLora:
         with pytest.raises(ValueError, match=r"choose none of the .* layers 'attention/key', 'attention/out'"):
             add(made(), 4, include=("nothing",), rngs=rngs)
         with pytest.raises(ValueError, match="the layer 'up' has an adapter already; leave it out with exclude="):
-            add(jlp.nnx.add_lora(made(), 4, include=("up",), rngs=rngs), 4, rngs=rngs)
+            add(jlp.nnx.add_lora(made(), rank=4, include=("up",), rngs=rngs), 4, rngs=rngs)
 
         with pytest.raises(ValueError, match="the layer 'up' is a Own, a subclass"):
             model = made()
@@ -150,7 +150,7 @@ class TestTraining:
         model, recipe = jlp.nnx.convert(made()), NVFP4
         if kernels in SERVED:
             model, recipe = jlp.quantize_params(model, jlp.WeightQAT(SERVED[kernels])), None
-        jlp.nnx.add_lora(model, 4, rngs=nnx.Rngs(1))
+        jlp.nnx.add_lora(model, rank=4, rngs=nnx.Rngs(1))
         frozen = jax.tree.map(jnp.copy, nnx.state(model, nnx.Not(nnx.LoRAParam)))
         optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.LoRAParam)
 
@@ -175,7 +175,7 @@ class TestMerging:
         model = made()
         if fmt is not None:
             model = jlp.quantize_params(jlp.nnx.convert(model), jlp.WeightQAT(fmt))
-        model = set_adapters(jlp.nnx.add_lora(model, 4, alpha=2, rngs=nnx.Rngs(1)))
+        model = set_adapters(jlp.nnx.add_lora(model, rank=4, alpha=2, rngs=nnx.Rngs(1)))
         merged = jlp.nnx.merge_lora(model)
         np.testing.assert_allclose(np.float32(run(merged, X)), np.float32(run(model, X)), rtol=0.05, atol=0.05)
         shapes = jax.tree.map(jnp.shape, nnx.state(merged, nnx.Param))
@@ -184,7 +184,7 @@ class TestMerging:
         assert jax.tree.leaves(nnx.state(model, nnx.LoRAParam))  # the model keeps its own
 
     def test_a_merged_model_is_quantised_again(self):
-        model = set_adapters(jlp.nnx.add_lora(made(), 4, alpha=2, rngs=nnx.Rngs(1)))
+        model = set_adapters(jlp.nnx.add_lora(made(), rank=4, alpha=2, rngs=nnx.Rngs(1)))
         recipe = jlp.WeightQAT(jlp.NVFP4())
         served = jlp.quantize_params(jlp.nnx.merge_lora(model), recipe)
         with jlp.autocast(recipe):

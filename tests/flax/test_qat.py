@@ -149,7 +149,7 @@ class TestModel:
         assert str(explanation).splitlines() == [header, *lines]
         assert explanation.formats == dict.fromkeys(model.tree) | CHOSEN
         with jlp.autocast(RECIPE):
-            assert model.explain(..., X) == explanation
+            assert model.explain(jlp.FROM_CONTEXT, X) == explanation
 
     def test_explain_says_what_is_loaded(self, model):
         explanation = model.served(RECIPE, X).explain(None, X)

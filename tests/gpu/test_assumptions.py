@@ -40,7 +40,7 @@ def test_what_the_result_held_before_does_not_matter(gpu, formats, precision, dt
     @functools.partial(jax.jit, donate_argnums=2, keep_unused=True)
     def multiply(a, b, result):
         del result
-        return jlp.scaled_matmul(a, b, out_dtype=dtype, precision=precision)
+        return jlp.scaled_matmul(a, b, preferred_element_type=dtype, precision=precision)
 
     with jax.default_device(gpu):
         for _ in range(3):
@@ -59,7 +59,7 @@ def test_small_products_of_fp8_blocks(gpu, formats, rows, depth):
     both operands are decoded."""
     sizes = (rows, depth, 32)
     a, b = quantized(formats, *sizes)
-    result = run_on(gpu, lambda a, b: jlp.scaled_matmul(a, b, out_dtype=jnp.float32), a, b)
+    result = run_on(gpu, lambda a, b: jlp.scaled_matmul(a, b, preferred_element_type=jnp.float32), a, b)
     assert_is_product(result, decoded(a), decoded(b).T, sum_error(formats, sizes))
 
 
@@ -79,7 +79,7 @@ def test_products_around_the_smallest_normal_number(gpu, precision, dtype):
     b[2::3, 1] = 1  # 2^-141 less
     codes = [jnp.asarray(x, jnp.float8_e4m3fn) for x in (a, b)]
     operands = [jlp.QuantizedArray(c, scale, None, None, fmt, c.shape, jnp.dtype("float32"), -1, None) for c in codes]
-    y = run_on(gpu, lambda a, b: jlp.scaled_matmul(a, b, out_dtype=dtype, precision=precision), *operands)
+    y = run_on(gpu, lambda a, b: jlp.scaled_matmul(a, b, preferred_element_type=dtype, precision=precision), *operands)
     y, smallest = np.asarray(y).astype(np.float64), 2.0**-126
     exact, terms = (f(a) @ f(b).T * 2.0**-132 for f in (np.asarray, np.abs))
     assert (exact == smallest).any() and (exact == smallest - 2.0**-150).any()
@@ -96,7 +96,7 @@ def multiply_for_the_first_time():
             for formats in KINDS:
                 sizes = (rows, 256, 96)
                 a, b = jax.device_put(quantized(formats, *sizes), device)
-                multiply = jax.jit(lambda a, b: jlp.scaled_matmul(a, b, out_dtype=jnp.float32))
+                multiply = jax.jit(lambda a, b: jlp.scaled_matmul(a, b, preferred_element_type=jnp.float32))
                 for _ in range(3):  # recorded by the first, replayed by the others
                     assert_is_product(np.asarray(multiply(a, b)), decoded(a), decoded(b).T, sum_error(formats, sizes))
             x = random_array((rows, 256), "bfloat16", 1)

@@ -18,10 +18,10 @@ def every_way(fmt):
     def run(x):
         results = []
         for axis in (-1, -2):
-            q = jlp.quantize(x, fmt, axis, implementation="ffi")
-            results += [q, *(jlp.dequantize(q, out, implementation="ffi") for out in FLOATS)]
+            q = jlp.quantize(x, fmt, axis=axis, implementation="ffi")
+            results += [q, *(jlp.dequantize(q, dtype=out, implementation="ffi") for out in FLOATS)]
             if x.dtype in (jnp.float32, jnp.dtype(fmt.scale_dtype)):
-                results.append(jlp.fake_quantize(x, fmt, axis, implementation="ffi"))
+                results.append(jlp.fake_quantize(x, fmt, axis=axis, implementation="ffi"))
         return results
 
     return run
@@ -40,4 +40,4 @@ def test_every_group_size_and_type(cpu, gpu, of, dtype, symmetric):
 @pytest.mark.parametrize("axis", [-1, -2])
 def test_large(cpu, gpu, axis):
     x = 0.02 * random_array((8192, 8192), "bfloat16", seed=1)
-    assert_same_bytes_on((cpu, gpu), lambda x: jlp.fake_quantize(x, jlp.Int4(), axis, implementation="ffi"), x)
+    assert_same_bytes_on((cpu, gpu), lambda x: jlp.fake_quantize(x, jlp.Int4(), axis=axis, implementation="ffi"), x)

@@ -32,7 +32,7 @@ def test_error(gpu, formats):
         b = jlp.quantize(random_array((n, k), "float32", 2), formats[1])
         exact_operands = decoded(a), decoded(b).T
         for dtype in (jnp.bfloat16, jnp.float32):
-            result = run_on(gpu, lambda a, b, d=dtype: multiply(a, b, out_dtype=d), a, b)
+            result = run_on(gpu, lambda a, b, d=dtype: multiply(a, b, preferred_element_type=d), a, b)
             assert_is_product(result, *exact_operands, sum_error(formats, (m, k, n)))
 
 
@@ -43,7 +43,9 @@ def test_error_of_float32_sums(gpu, formats):
         a = jlp.quantize(random_array((m, k), "float32", 1), formats[0])
         b = jlp.quantize(random_array((n, k), "float32", 2), formats[1])
         for dtype in (jnp.bfloat16, jnp.float32):
-            result = run_on(gpu, lambda a, b, d=dtype: jlp.scaled_matmul(a, b, out_dtype=d, precision="highest"), a, b)
+            result = run_on(
+                gpu, lambda a, b, d=dtype: jlp.scaled_matmul(a, b, preferred_element_type=d, precision="highest"), a, b
+            )
             assert_is_product(result, decoded(a), decoded(b).T)
 
 
@@ -63,7 +65,7 @@ def test_few_rows(gpu, rows, fmt):
 def test_large(gpu, formats, sizes):
     m, k, n = sizes
     a, b = (jlp.quantize(random_array((r, k), "bfloat16", r), f) for r, f in zip((m, n), formats, strict=True))
-    result = run_on(gpu, lambda a, b: multiply(a, b, out_dtype=jnp.float32), a, b)
+    result = run_on(gpu, lambda a, b: multiply(a, b, preferred_element_type=jnp.float32), a, b)
     some = np.random.default_rng(0).choice(n, 64, replace=False)  # columns: all of them take minutes in float64
     assert_is_product(result[:, some], decoded(a), decoded(b)[some].T, sum_error(formats, sizes))
 
@@ -82,7 +84,7 @@ class TestEpilogue:
             given = {"activation": activation} | ({"activation_input": where} if activation == "dgelu" else {})
 
             def product(a, b, bias, accumulate, o=out_dtype, given=given):
-                return multiply(a, b, bias=bias, accumulate=accumulate, out_dtype=o, **given)
+                return multiply(a, b, bias=bias, accumulate=accumulate, preferred_element_type=o, **given)
 
             results = [run_on(d, product, a, b, bias, accumulate).astype(np.float64) for d in (cpu, gpu)]
             size = np.abs(decoded(a)) @ np.abs(decoded(b)).T + np.abs(bias) + np.abs(np.asarray(accumulate, np.float64))
@@ -106,7 +108,7 @@ class TestEpilogue:
 def test_every_kernel_once(gpu, formats):
     for m, k, n in ((3, 160, 40), (67, 160, 40)):
         a, b = (quantized_from_bytes((r, k), f, seed=r) for r, f in zip((m, n), formats, strict=True))
-        result = run_on(gpu, lambda a, b: multiply(a, b, out_dtype=jnp.float32), a, b)
+        result = run_on(gpu, lambda a, b: multiply(a, b, preferred_element_type=jnp.float32), a, b)
         a_errors, b_errors = rebase_errors(a, b)
         assert_is_product(result, decoded(a), decoded(b).T, sum_error(formats, (m, k, n)), (a_errors, b_errors.T))
 
@@ -150,7 +152,13 @@ def test_weight_only_products_are_near_the_cpus(cpu, gpu, fmt, dtype):
     for rows in (1, 7, 16, 40):
         x = random_array((rows, 256), dtype, rows)
         ours, theirs = (
-            run_on(d, lambda x, q, b: jlp.scaled_matmul(x, q, b, "gelu", out_dtype=jnp.float32), x, q, bias)
+            run_on(
+                d,
+                lambda x, q, b: jlp.scaled_matmul(x, q, b, activation="gelu", preferred_element_type=jnp.float32),
+                x,
+                q,
+                bias,
+            )
             for d in (gpu, cpu)
         )
         size = np.abs(np.asarray(x, np.float64)) @ np.abs(decoded(q)).T + np.abs(np.asarray(bias))

@@ -21,8 +21,8 @@ ROTATIONS = (True, jlp.Hadamard(signs=None))
 
 def every_way(x, fmt, options, hadamard=False):
     """Both directions, each alone and in one pass."""
-    alone = [jlp.quantize(x, fmt, axis, hadamard, implementation="ffi", **options) for axis in (-1, -2)]
-    return alone, jlp.quantize_both(x, fmt, hadamard, implementation="ffi", **options)
+    alone = [jlp.quantize(x, fmt, axis=axis, hadamard=hadamard, implementation="ffi", **options) for axis in (-1, -2)]
+    return alone, jlp.quantize_both(x, fmt, hadamard_columnwise=hadamard, implementation="ffi", **options)
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ def test_large(cpu, gpu, fmt, shape):
     for options, rotation in itertools.product(ROUNDINGS, (False, True) if fmt.scaling == "two_level" else (False,)):
 
         def both(x, o=options, rotation=rotation):
-            return jlp.quantize_both(x, fmt, rotation, implementation="ffi", **o)
+            return jlp.quantize_both(x, fmt, hadamard_columnwise=rotation, implementation="ffi", **o)
 
         assert_same_bytes_on((cpu, gpu), both, x)
 
@@ -102,7 +102,7 @@ class TestDequantize:
     def test_arbitrary_bytes(self, cpu, gpu, fmt):
         for shape, dtype in itertools.product(SHAPES, FLOATS):
             q = quantized_from_bytes(shape, fmt, seed=sum(shape))
-            assert_same_bytes_on((cpu, gpu), lambda q, d=dtype: jlp.dequantize(q, d, implementation="ffi"), q)
+            assert_same_bytes_on((cpu, gpu), lambda q, d=dtype: jlp.dequantize(q, dtype=d, implementation="ffi"), q)
 
     @pytest.mark.parametrize("fmt", NVFP4S, ids=format_name)
     @pytest.mark.parametrize("axis", [-1, -2])
@@ -122,7 +122,9 @@ class TestHadamard:
             x = random_array(shape, dtype, seed=size)
 
             def transform(x, axis=axis, inverse=inverse):
-                return jlp.hadamard_transform(x, axis, size, tuple(signs), inverse, implementation="ffi")
+                return jlp.hadamard_transform(
+                    x, axis=axis, size=size, signs=tuple(signs), inverse=inverse, implementation="ffi"
+                )
 
             assert_same_bytes_on((cpu, gpu), transform, x)
 
@@ -136,4 +138,6 @@ def test_every_kernel_once(cpu, gpu, fmt):
         assert_same_bytes_on((cpu, gpu), lambda x, o=options: every_way(x, fmt, o, fmt.scaling == "two_level"), x)
     q = quantized_from_bytes((67, 150), fmt)
     assert_same_bytes_on((cpu, gpu), lambda q: jlp.dequantize(q, implementation="ffi"), q)
-    assert_same_bytes_on((cpu, gpu), lambda x: jlp.hadamard_transform(x[:, :128], -1, 16, implementation="ffi"), x)
+    assert_same_bytes_on(
+        (cpu, gpu), lambda x: jlp.hadamard_transform(x[:, :128], axis=-1, size=16, implementation="ffi"), x
+    )

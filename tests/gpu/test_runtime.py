@@ -23,9 +23,11 @@ COMMAND_BUFFERS = {
 
 def every_operation(x, w, key):
     """Bytes that are the same everywhere, and a product that is not."""
-    row, column = jlp.quantize_both(x, jlp.NVFP4(), True, "stochastic", key, implementation="ffi")
+    row, column = jlp.quantize_both(
+        x, jlp.NVFP4(), hadamard_columnwise=True, rounding="stochastic", key=key, implementation="ffi"
+    )
     others = [jlp.quantize(x, f, implementation="ffi") for f in (jlp.MXFP8(), jlp.Float8Block(), jlp.Float8Tensor())]
-    rotated = jlp.hadamard_transform(x, -1, 64, implementation="ffi")
+    rotated = jlp.hadamard_transform(x, axis=-1, size=64, implementation="ffi")
     product = jlp.scaled_matmul(row, jlp.quantize(w, jlp.NVFP4((16, 16))), implementation="ffi")
     return (row, column, *others, jlp.dequantize(row, implementation="ffi"), rotated), product
 
@@ -170,13 +172,13 @@ class TestLargeArrays:
     def test_the_last_columns_of_the_transposed(self, cpu, gpu, x, fmt):
         last = np.asarray(x[-128:])
         with jax.default_device(gpu):
-            q = jax.jit(lambda x: jlp.quantize(x, fmt, -2, implementation="ffi"))(x)
+            q = jax.jit(lambda x: jlp.quantize(x, fmt, axis=-2, implementation="ffi"))(x)
             found = np.asarray(q.data[:, -128:])
-        assert_same_bytes(found, run_on(cpu, lambda x: jlp.quantize(x, fmt, -2, implementation="ffi"), last).data)
+        assert_same_bytes(found, run_on(cpu, lambda x: jlp.quantize(x, fmt, axis=-2, implementation="ffi"), last).data)
 
     def test_hadamard(self, cpu, gpu, x):
         def transform(x):
-            return jlp.hadamard_transform(x, -1, 256, implementation="ffi")
+            return jlp.hadamard_transform(x, axis=-1, size=256, implementation="ffi")
 
         last = np.asarray(x[-128:])
         with jax.default_device(gpu):

@@ -40,7 +40,7 @@ def sums_on(device, fmt, axis, x):
     op = sums_op(fmt, axis == -2, ragged_of(fmt, x.shape, axis == -2), "ffi")
 
     def run(x):
-        q = jlp.quantize(x, fmt, axis)
+        q = jlp.quantize(x, fmt, axis=axis)
         return op(x, jnp.full(x.shape[:-2], 0.25), q.data, q.scale, *([] if q.amax is None else [q.amax]))[0]
 
     return run_on(device, run, x)

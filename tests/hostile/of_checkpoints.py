@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 
 from jaxlowprec.checkpoints import schemes
-from jaxlowprec.checkpoints.conversion.convert import Run, convert, dequantize
+from jaxlowprec.checkpoints.conversion.convert import ConvertOptions, convert, dequantize
 from jaxlowprec.checkpoints.conversion.inspect import inspect
 from jaxlowprec.checkpoints.errors import CheckpointError
 from jaxlowprec.checkpoints.files.config import with_quantization
@@ -170,7 +170,7 @@ def quantise_weights(data, folder):
     (source / "model.safetensors").write_bytes(data[1:])
     for path in (low, high):
         shutil.rmtree(path, ignore_errors=True)
-    report = convert(source, low, by_name(name), run=Run(verify=True))
+    report = convert(source, low, by_name(name), options=ConvertOptions(verify=True))
     if not report.changed:
         return
     dequantize(low, high, dtype="float32")

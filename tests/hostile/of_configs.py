@@ -9,7 +9,7 @@ import shutil
 import numpy as np
 
 from jaxlowprec.checkpoints import CheckpointError, decoders
-from jaxlowprec.checkpoints.conversion.convert import Run, dequantize
+from jaxlowprec.checkpoints.conversion.convert import ConvertOptions, dequantize
 from jaxlowprec.checkpoints.conversion.inspect import inspect
 from jaxlowprec.cli.inspect import render
 from jaxlowprec.models.decoder.config import DecoderConfig
@@ -101,7 +101,7 @@ def read_patterns(data, folder):
         render(inspect(source))
     finally:
         shutil.rmtree(folder / "high", ignore_errors=True)
-        dequantize(source, folder / "high", run=Run(workers=1))
+        dequantize(source, folder / "high", options=ConvertOptions(workers=1))
 
 
 def pattern_seeds():

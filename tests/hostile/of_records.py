@@ -10,7 +10,7 @@ import math
 from jaxlowprec.checkpoints.errors import CheckpointError
 from jaxlowprec.cli import watch
 from jaxlowprec.models.policy_log import Log
-from jaxlowprec.telemetry.findings import Limits, findings
+from jaxlowprec.telemetry.limits import Limits, findings
 from jaxlowprec.telemetry.recording import Recorder, load
 from jaxlowprec.telemetry.report.page import page
 from tests.hostile.target import Target

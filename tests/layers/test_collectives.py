@@ -30,7 +30,7 @@ def gather_on(mesh, x, quantize, gathered, axis_name="a", check_vma=False):
     spec = shard_spec(gathered, x.ndim, axis_name)
 
     def local(shard):
-        return jlp.all_gather_quantized(quantize(shard, axis_name=axis_name), axis_name, gathered)
+        return jlp.all_gather_quantized(quantize(shard, axis_name=axis_name), axis_name, axis=gathered)
 
     # Every device's result, one after the other: that they are the same is to be shown, not assumed.
     def all_devices(shard):
@@ -84,7 +84,7 @@ def test_drawn_signs_are_those_of_all_shards_or_nothing_is(fmt, check_vma):
     x, rotation = random_array((512, 128), seed=2), jlp.Hadamard(128, "drawn")
 
     def quantize(x, sign_key, axis_name=None):
-        return jlp.quantize(x, fmt, -2, rotation, sign_key=sign_key, axis_name=axis_name)
+        return jlp.quantize(x, fmt, axis=-2, hadamard=rotation, sign_key=sign_key, axis_name=axis_name)
 
     def with_own(x, axis_name):
         return quantize(x, jax.random.key(jax.lax.axis_index(axis_name)), axis_name)
@@ -238,7 +238,7 @@ class TestAxisName:
         x[3, 5] = 1e3
 
         def both(x, **options):
-            row, column = jlp.quantize_both(x, jlp.NVFP4(), hadamard, **options)
+            row, column = jlp.quantize_both(x, jlp.NVFP4(), hadamard_columnwise=hadamard, **options)
             return row.data, row.scale, column.data, column.scale
 
         row, column = P("a", "b"), P("b", "a")
@@ -265,7 +265,7 @@ class TestAxisName:
 class TestErrors:
     def gather(self, x, gathered=0, **quantize):
         def local(shard):
-            return jlp.all_gather_quantized(jlp.quantize(shard, **quantize), "a", gathered)
+            return jlp.all_gather_quantized(jlp.quantize(shard, **quantize), "a", axis=gathered)
 
         jax.eval_shape(jax.shard_map(local, mesh=mesh_of((4,)), in_specs=P("a"), out_specs=P(), check_vma=False), x)
 

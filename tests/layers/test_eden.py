@@ -45,10 +45,10 @@ def gradients(recipe, key=KEY, x=X, w=W, dy=DY):
 def test_wgrad_multiplies_the_operands_that_quantize_gives(rule):
     words = slice_words(jax.random.key_data(KEY), ())
     fmt = jlp.NVFP4(scale_rule=rule)
-    x = jlp.quantize(X, fmt, -2, True, "eden", further_words(words))
-    dy = jlp.quantize(DY, fmt, -2, True, "eden", words)
+    x = jlp.quantize(X, fmt, axis=-2, hadamard=True, rounding="eden", key=further_words(words))
+    dy = jlp.quantize(DY, fmt, axis=-2, hadamard=True, rounding="eden", key=words)
     dx, dw = gradients(with_eden(rule))
-    assert_same_bytes(dw, jlp.scaled_matmul(x.mT, dy.mT, out_dtype=jnp.float32))
+    assert_same_bytes(dw, jlp.scaled_matmul(x.mT, dy.mT, preferred_element_type=jnp.float32))
     assert_same_bytes(dx, gradients(jlp.NVFP4BlockScaling())[0])  # dgrad is as it was
 
 
@@ -113,10 +113,10 @@ def test_kernels_that_share_an_input_share_its_bits():
     both = lambda *kernels: jlp.linears(X, kernels, recipe=with_eden(), key=KEY)  # noqa: E731
     dws = jax.jit(lambda kernels, dys: jax.vjp(both, *kernels)[1](dys))(kernels, dys)
     words = [jax.random.key_data(jax.random.fold_in(KEY, i)) for i in range(2)]
-    x = jlp.quantize(X, jlp.NVFP4(), -2, True, "eden", further_words(words[0]))
+    x = jlp.quantize(X, jlp.NVFP4(), axis=-2, hadamard=True, rounding="eden", key=further_words(words[0]))
     for own, dy, dw in zip(words, dys, dws, strict=True):
-        q = jlp.quantize(dy, jlp.NVFP4(), -2, True, "eden", own)
-        assert_same_bytes(dw, jlp.scaled_matmul(x.mT, q.mT, out_dtype=jnp.float32))
+        q = jlp.quantize(dy, jlp.NVFP4(), axis=-2, hadamard=True, rounding="eden", key=own)
+        assert_same_bytes(dw, jlp.scaled_matmul(x.mT, q.mT, preferred_element_type=jnp.float32))
 
 
 def test_kernels_that_share_an_input_without_a_key():

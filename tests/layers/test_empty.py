@@ -144,7 +144,7 @@ class TestArrays:
         @jax.jit
         def run(x):
             gradient = jax.grad(lambda x: jlp.fake_quantize(x, fmt, ste="clipped").sum())(x)
-            found = [[jlp.quantize(x, fmt, axis, implementation=i) for axis in axes] for i in IMPLEMENTATIONS]
+            found = [[jlp.quantize(x, fmt, axis=axis, implementation=i) for axis in axes] for i in IMPLEMENTATIONS]
             decoded = [jlp.dequantize(q, implementation=i) for i in IMPLEMENTATIONS for q in found[0]]
             return found, [gradient, *decoded]
 

@@ -52,12 +52,15 @@ class TestForward:
 
         @jax.jit
         def both(x, w, bias):
-            xq, wq = jlp.quantize(x, recipe.roles().input.format), jlp.quantize(w, recipe.roles().weight.format, -2)
+            xq, wq = (
+                jlp.quantize(x, recipe.roles().input.format),
+                jlp.quantize(w, recipe.roles().weight.format, axis=-2),
+            )
             found, expected = [], []
             for b in (None, bias):
                 found.append(jlp.linear(x, w, b, recipe=recipe))
                 found.append(jax.vjp(lambda x, b=b: jlp.linear(x, w, b, recipe=recipe), x)[0])  # differentiated
-                expected += [jlp.scaled_matmul(xq, wq.mT, b, out_dtype=x.dtype)] * 2
+                expected += [jlp.scaled_matmul(xq, wq.mT, b, preferred_element_type=x.dtype)] * 2
             return found, expected
 
         assert_same_bytes(*both(x, w, bias))
@@ -111,9 +114,11 @@ class TestGradients:
 
         @jax.jit
         def quantised(x, w, dy):
-            dy_row, dy_column = jlp.quantize_both(dy, jlp.NVFP4(), rotation, rounding, words)
-            x_column = jlp.quantize(x, jlp.NVFP4(), -2, hadamard=rotation)
-            return dy_row, dy_column, x_column, jlp.quantize(w, recipe.roles().weight.format, -1)
+            dy_row, dy_column = jlp.quantize_both(
+                dy, jlp.NVFP4(), hadamard_columnwise=rotation, rounding=rounding, key=words
+            )
+            x_column = jlp.quantize(x, jlp.NVFP4(), axis=-2, hadamard=rotation)
+            return dy_row, dy_column, x_column, jlp.quantize(w, recipe.roles().weight.format, axis=-1)
 
         dy_row, dy_column, x_column, w_row = quantised(x, w, dy)
         assert_is_product(dx, decoded(dy_row), decoded(w_row).T)

@@ -33,7 +33,7 @@ def as_written(y, x=X, adapter=ADAPTER):
 
 
 def in_float32(kernel):
-    return jlp.dequantize(kernel, jnp.float32) if isinstance(kernel, jlp.QuantizedArray) else kernel
+    return jlp.dequantize(kernel, dtype=jnp.float32) if isinstance(kernel, jlp.QuantizedArray) else kernel
 
 
 @by_kernel

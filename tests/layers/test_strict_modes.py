@@ -103,10 +103,10 @@ def test_ops(mode, fmt):
 
     def run():
         q = jlp.quantize(w.T, fmt)
-        y = jlp.scaled_matmul(w.T, q, bias, "gelu", accumulate=jnp.ones((48, 48)))
+        y = jlp.scaled_matmul(w.T, q, bias, activation="gelu", accumulate=jnp.ones((48, 48)))
         found = [q, q.dequantize(), y, jax.grad(lambda w: jlp.fake_quantize(w, fmt, ste="clipped").sum())(w)]
         if not isinstance(fmt, jlp.Int4):
-            found += jlp.quantize_both(w, fmt, True, "stochastic", jax.random.key(0))
+            found += jlp.quantize_both(w, fmt, hadamard_columnwise=True, rounding="stochastic", key=jax.random.key(0))
         return found
 
     expected = jax.jit(run)()

@@ -73,7 +73,7 @@ def assert_trees(found, wanted, exact=True):
 
 def calls(loss, params, x, name):
     """The native calls of this name within the loop over the parts, and before it; and those that add to a sum."""
-    jaxpr = jax.make_jaxpr(jlp.accumulate_gradients(loss, PARTS))(params, x).jaxpr
+    jaxpr = jax.make_jaxpr(jlp.accumulate_gradients(loss, microbatches=PARTS))(params, x).jaxpr
     (loop,) = (eqn for eqn in jaxpr.eqns if eqn.primitive.name == "scan")
     within = list(primitives(loop.params["jaxpr"].jaxpr))
     before = [eqn for other in jaxpr.eqns if other is not loop for eqn in primitives_of(other)]
@@ -99,13 +99,15 @@ class TestBits:
     @pytest.mark.sampled(3)
     def test_are_those_of_the_mean_of_separate_steps(self, recipe):
         with under(recipe):
-            assert_trees(jax.jit(jlp.accumulate_gradients(loss, PARTS))(PARAMS, X), by_hand(loss, PARAMS, X))
+            assert_trees(
+                jax.jit(jlp.accumulate_gradients(loss, microbatches=PARTS))(PARAMS, X), by_hand(loss, PARAMS, X)
+            )
 
     @pytest.mark.sampled(3)
     def test_with_bfloat16_parameters(self, recipe):
         params = jax.tree.map(lambda p: np.asarray(p).astype(jnp.bfloat16), PARAMS)
         with under(recipe):
-            found = jax.jit(jlp.accumulate_gradients(loss, PARTS))(params, X)[1]
+            found = jax.jit(jlp.accumulate_gradients(loss, microbatches=PARTS))(params, X)[1]
             # A part's gradient is not rounded to bfloat16 before it is added.
             wanted = by_hand(loss, params, X)[1]
         for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
@@ -161,7 +163,7 @@ MODELS = [reused, tied, cast, with_decay, within_jit, checkpointed, in_a_scan, m
 def test_whatever_reads_the_kernels(model):
     params = PARAMS | {"square": weights((K, K), 4), "stack": weights((3, K, K), 5)}
     with jlp.autocast(NVFP4):
-        found = jax.jit(jlp.accumulate_gradients(model, PARTS))(params, X)
+        found = jax.jit(jlp.accumulate_gradients(model, microbatches=PARTS))(params, X)
         assert_trees(found, by_hand(model, params, X), exact=model not in (reused, with_decay))
 
 
@@ -180,7 +182,7 @@ class TestCalls:
     def test_sums_are_made_in_the_gemms(self):
         """No addition of arrays of a kernel's shape is left."""
         with jlp.autocast(NVFP4):
-            jaxpr = jax.make_jaxpr(jlp.accumulate_gradients(loss, PARTS))(PARAMS, X).jaxpr
+            jaxpr = jax.make_jaxpr(jlp.accumulate_gradients(loss, microbatches=PARTS))(PARAMS, X).jaxpr
         (loop,) = (eqn for eqn in jaxpr.eqns if eqn.primitive.name == "scan")
         added = [e.outvars[0].aval.shape for e in primitives(loop.params["jaxpr"].jaxpr) if e.primitive.name == "add"]
         assert (K,) in added
@@ -218,7 +220,9 @@ class TestExperts:
     @pytest.mark.parametrize("loss", [experts, grouped])
     def test_bits_are_those_of_the_mean_of_separate_steps(self, loss, recipe):
         with under(recipe):
-            assert_trees(jax.jit(jlp.accumulate_gradients(loss, PARTS))(OF_EXPERTS, X), by_hand(loss, OF_EXPERTS, X))
+            assert_trees(
+                jax.jit(jlp.accumulate_gradients(loss, microbatches=PARTS))(OF_EXPERTS, X), by_hand(loss, OF_EXPERTS, X)
+            )
 
     @pytest.mark.slow
     @pytest.mark.parametrize("saved", ["8bit", "recompute"])
@@ -226,7 +230,9 @@ class TestExperts:
         loss = functools.partial(experts, saved=saved)
         functools.update_wrapper(loss, experts)
         with jlp.autocast(NVFP4):
-            assert_trees(jax.jit(jlp.accumulate_gradients(loss, PARTS))(OF_EXPERTS, X), by_hand(loss, OF_EXPERTS, X))
+            assert_trees(
+                jax.jit(jlp.accumulate_gradients(loss, microbatches=PARTS))(OF_EXPERTS, X), by_hand(loss, OF_EXPERTS, X)
+            )
 
     @pytest.mark.parametrize("loss", [experts, grouped])
     def test_kernels_are_quantised_before_the_loop(self, loss):
@@ -235,7 +241,7 @@ class TestExperts:
 
     def test_sums_are_made_in_the_gemms(self):
         with jlp.autocast(NVFP4):
-            jaxpr = jax.make_jaxpr(jlp.accumulate_gradients(experts, PARTS))(OF_EXPERTS, X).jaxpr
+            jaxpr = jax.make_jaxpr(jlp.accumulate_gradients(experts, microbatches=PARTS))(OF_EXPERTS, X).jaxpr
         (loop,) = (eqn for eqn in jaxpr.eqns if eqn.primitive.name == "scan")
         added = [e.outvars[0].aval.shape for e in primitives(loop.params["jaxpr"].jaxpr) if "add" in e.primitive.name]
         assert not {w.shape for w in OF_EXPERTS.values()} & set(added)
@@ -251,7 +257,7 @@ class TestExperts:
 
         with jlp.autocast(NVFP4):
             assert calls(loss, state, X, "jaxlowprec_quantize") == (0, 3)
-            found = jax.jit(jlp.accumulate_gradients(loss, PARTS))(state, X)
+            found = jax.jit(jlp.accumulate_gradients(loss, microbatches=PARTS))(state, X)
             wanted = by_hand(loss, state, X)
         assert_trees(found[1]["experts"], wanted[1]["experts"])
         assert_trees(found, wanted, exact=False)
@@ -267,7 +273,7 @@ def test_delayed_scaling_keeps_the_largest_amax():
         return squared(jlp.linear(x, params["kernel"], state=state)[0])
 
     with jlp.autocast(recipe):
-        _, found = jax.jit(jlp.accumulate_gradients(loss, PARTS))(params, X)
+        _, found = jax.jit(jlp.accumulate_gradients(loss, microbatches=PARTS))(params, X)
         step = jax.jit(jax.grad(loss))
         parts = [jax.device_get(step(params, np.asarray(X)[i::PARTS])) for i in range(PARTS)]
     assert_same_bytes(found["kernel"], sum(part["kernel"] for part in parts) / np.float32(PARTS))
@@ -291,7 +297,9 @@ def test_nnx_and_linen_models():
         with jlp.autocast(jlp.MXFP8BlockScaling()):
             kernels = sum(leaf.ndim == 2 for leaf in jax.tree.leaves(params))
             assert calls(loss, params, x, "jaxlowprec_quantize")[1] == kernels
-            assert_trees(jax.jit(jlp.accumulate_gradients(loss, PARTS))(params, x), by_hand(loss, params, x))
+            assert_trees(
+                jax.jit(jlp.accumulate_gradients(loss, microbatches=PARTS))(params, x), by_hand(loss, params, x)
+            )
 
 
 @pytest.mark.slow
@@ -300,9 +308,9 @@ def test_on_a_mesh_that_splits_the_batch():
     x = jax.device_put(X, jax.NamedSharding(mesh, jax.P("data")))
     params = jax.device_put(PARAMS, jax.NamedSharding(mesh, jax.P()))
     with jlp.autocast(NVFP4):
-        program = jax.jit(jlp.accumulate_gradients(loss, PARTS)).lower(params, x).compile()
+        program = jax.jit(jlp.accumulate_gradients(loss, microbatches=PARTS)).lower(params, x).compile()
         value, gradients = program(params, x)
-        wanted = jax.jit(jlp.accumulate_gradients(loss, PARTS))(PARAMS, X)
+        wanted = jax.jit(jlp.accumulate_gradients(loss, microbatches=PARTS))(PARAMS, X)
     assert "all-gather" not in program.as_text()  # each device has a share of every part
     for a, b in zip(jax.tree.leaves((value, gradients)), jax.tree.leaves(wanted), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5 * np.abs(b).max())
@@ -312,7 +320,7 @@ def test_aux_is_stacked():
     def with_aux(params, x):
         return loss(params, x), {"first": x[0, 0, 0]}
 
-    (value, aux), gradients = jax.jit(jlp.accumulate_gradients(with_aux, PARTS, has_aux=True))(PARAMS, X)
+    (value, aux), gradients = jax.jit(jlp.accumulate_gradients(with_aux, microbatches=PARTS, has_aux=True))(PARAMS, X)
     assert_trees((value, gradients), by_hand(loss, PARAMS, X))
     assert_same_bytes(aux["first"], np.asarray(X)[:PARTS, 0, 0])
 
@@ -335,7 +343,7 @@ def test_a_step_holds_one_tree_of_gradients():
     with jlp.autocast(NVFP4):
         programs = [
             jax.jit(f).lower(params, x).compile().memory_analysis()
-            for f in (jlp.accumulate_gradients(loss, PARTS), separate)
+            for f in (jlp.accumulate_gradients(loss, microbatches=PARTS), separate)
         ]
     ours, theirs = (m.temp_size_in_bytes + m.output_size_in_bytes for m in programs)
     assert theirs - ours > 0.5 * params["kernel"].nbytes
@@ -344,13 +352,17 @@ def test_a_step_holds_one_tree_of_gradients():
 @pytest.mark.parametrize(
     ("call", "error", "says"),
     [
-        (lambda: jlp.accumulate_gradients(3, 4), TypeError, "loss=3; needs a function"),
-        (lambda: jlp.accumulate_gradients(loss, 0), ValueError, "microbatches"),
-        (lambda: jlp.accumulate_gradients(loss, 4, has_aux=1), TypeError, "has_aux=1"),
-        (lambda: jlp.accumulate_gradients(loss, 3)(PARAMS, X), ValueError, "batch has arrays of 16 rows"),
-        (lambda: jlp.accumulate_gradients(loss, 4)(PARAMS, {}), ValueError, "batch has no array"),
-        (lambda: jlp.accumulate_gradients(loss, 4)(PARAMS, 1.0), ValueError, "batch has a scalar"),
-        (lambda: jlp.accumulate_gradients(loss, 4)(PARAMS, (X, X[:8])), ValueError, "arrays of 8 and 16 rows"),
+        (lambda: jlp.accumulate_gradients(3, microbatches=4), TypeError, "loss=3; needs a function"),
+        (lambda: jlp.accumulate_gradients(loss, microbatches=0), ValueError, "microbatches"),
+        (lambda: jlp.accumulate_gradients(loss, microbatches=4, has_aux=1), TypeError, "has_aux=1"),
+        (lambda: jlp.accumulate_gradients(loss, microbatches=3)(PARAMS, X), ValueError, "batch has arrays of 16 rows"),
+        (lambda: jlp.accumulate_gradients(loss, microbatches=4)(PARAMS, {}), ValueError, "batch has no array"),
+        (lambda: jlp.accumulate_gradients(loss, microbatches=4)(PARAMS, 1.0), ValueError, "batch has a scalar"),
+        (
+            lambda: jlp.accumulate_gradients(loss, microbatches=4)(PARAMS, (X, X[:8])),
+            ValueError,
+            "arrays of 8 and 16 rows",
+        ),
     ],
     ids=["loss", "count", "flag", "multiple", "empty", "scalar", "lengths"],
 )

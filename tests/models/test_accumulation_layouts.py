@@ -51,7 +51,9 @@ def by_parts(loss):
         def combined(path, values):
             return values.max(axis=0) if delayed_scaling.is_state(path) else values.sum(axis=0) / PARTS
 
-        return jlp.accumulate_gradients(loss, PARTS)(params, x), jax.tree_util.tree_map_with_path(combined, each)
+        return jlp.accumulate_gradients(loss, microbatches=PARTS)(params, x), jax.tree_util.tree_map_with_path(
+            combined, each
+        )
 
     return run
 
@@ -190,7 +192,7 @@ def test_one_array_may_be_in_two_places():
 
     @jax.jit
     def tied(kernel, x):
-        return jlp.accumulate_gradients(loss, PARTS)(dict.fromkeys(BOTH, kernel), x)
+        return jlp.accumulate_gradients(loss, microbatches=PARTS)(dict.fromkeys(BOTH, kernel), x)
 
     with jlp.autocast(RECIPE):
         found = tied(params["left"], ROWS)

@@ -242,9 +242,9 @@ class TestInFunctions:
         params, theirs = {"conv": {"kernel": random_array((1, 1, 32, 16), "float32", 5)}}, convolution(NHWC, (1, 1))
         quantized, x = jlp.quantize_matmuls(theirs, recipe), random_array((2, 4, 4, 32))
         codes = jlp.quantize(params["conv"]["kernel"], jlp.Int4(16), axis=-2)
-        adapted = jlp.lora.apply(params, jlp.lora.init(jax.random.key(0), params, 2))["conv"]["kernel"]
+        adapted = jlp.lora.apply(params, jlp.lora.init(jax.random.key(0), params, rank=2))["conv"]["kernel"]
         for kernel, dense in ((codes, codes.dequantize()), (adapted, adapted.merged())):
             found = jax.jit(quantized)({"conv": {"kernel": kernel}}, x)
             assert_same_bytes(found, jax.jit(theirs)({"conv": {"kernel": dense}}, x))
-            (row,) = jlp.explain(quantized, ..., {"conv": {"kernel": kernel}}, x).layers
+            (row,) = jlp.explain(quantized, jlp.FROM_CONTEXT, {"conv": {"kernel": kernel}}, x).layers
             assert row.note

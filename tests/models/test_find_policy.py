@@ -41,7 +41,7 @@ def model():
 
 @pytest.fixture(scope="module")
 def by_gemm(model):
-    return jlp.find_policy(loss, *model, NVFP4, 1 / 9)
+    return jlp.find_policy(loss, *model, NVFP4, budget=1 / 9)
 
 
 @pytest.mark.slow
@@ -76,7 +76,7 @@ def test_errors_of_gemms_add_up(by_gemm):
 @pytest.mark.slow
 def test_effects_are_those_of_training_under_the_rules(model):
     params, batches = model
-    mxfp8 = jlp.find_policy(loss, params, batches[:1], MXFP8, 0, repeats=1)  # nothing is rounded stochastically
+    mxfp8 = jlp.find_policy(loss, params, batches[:1], MXFP8, budget=0, repeats=1)  # nothing is rounded stochastically
     value, gradient = jax.value_and_grad(loss)(params, batches[0])
     for row in mxfp8.table:
         rules = jlp.PerLayer(((row.layer, jlp.PerGemm(**{row.gemm: MXFP8})),))
@@ -93,8 +93,8 @@ def test_effects_are_those_of_training_under_the_rules(model):
 
 @pytest.mark.slow
 def test_it_is_deterministic_and_other_keys_differ(model, by_gemm):
-    assert jlp.find_policy(loss, *model, NVFP4, 1 / 9) == by_gemm
-    other = jlp.find_policy(loss, *model, NVFP4, 1 / 9, key=jax.random.key(1))
+    assert jlp.find_policy(loss, *model, NVFP4, budget=1 / 9) == by_gemm
+    other = jlp.find_policy(loss, *model, NVFP4, budget=1 / 9, key=jax.random.key(1))
     assert other.table != by_gemm.table and other.recipe == by_gemm.recipe
 
 
@@ -106,7 +106,7 @@ def test_standard_errors_hold_the_spread_of_keys(by_gemm):
 @pytest.mark.slow
 @pytest.mark.parametrize("budget", [0, 0.1, 0.3, 0.6, 1])
 def test_a_budget_is_kept(model, budget):
-    found = jlp.find_policy(loss, *model, BOTH, budget, by="layer", repeats=1)
+    found = jlp.find_policy(loss, *model, BOTH, budget=budget, by="layer", repeats=1)
     assert found.cost <= budget * (1 + 1e-6)
     assert found.found.error <= found.quantized.error
     if budget == 0:
@@ -117,13 +117,13 @@ def test_a_budget_is_kept(model, budget):
 def test_a_whole_budget_leaves_no_error(model):
     with pytest.raises(ValueError, match="nothing would be quantised"):
         jlp.PerLayer((), default=None)
-    found = jlp.find_policy(loss, *model, NVFP4, 1, by="layer", repeats=1)
+    found = jlp.find_policy(loss, *model, NVFP4, budget=1, by="layer", repeats=1)
     assert found.found.error == 0 and found.cost == pytest.approx(1)
 
 
 @pytest.mark.slow
 def test_bytes_are_those_of_the_weights(model):
-    found = jlp.find_policy(loss, *model, NVFP4, 0.4, cost="bytes", repeats=1)
+    found = jlp.find_policy(loss, *model, NVFP4, budget=0.4, cost="bytes", repeats=1)
     assert {row.gemm for row in found.table} == {"all"}
     assert found.recipe == jlp.PerLayer((("b", None),), default=NVFP4)
 
@@ -140,7 +140,7 @@ def test_layers_of_a_scan_share_their_rule(model):
         return jnp.square(h.astype(jnp.float32)).mean()
 
     stack = {"a": params["a"], "blocks": jnp.stack([params["b"], params["c"]])}
-    found = jlp.find_policy(scanned, stack, batches, NVFP4, 0.5, by="layer", repeats=1)
+    found = jlp.find_policy(scanned, stack, batches, NVFP4, budget=0.5, by="layer", repeats=1)
     assert sorted(row.layer for row in found.table) == ["blocks", "in"]
 
 
@@ -160,7 +160,7 @@ def test_parameters_that_the_function_joins_have_one_rule(model):
         y = jax.lax.scan(body, x, stack)[0] @ params["head"].astype(x.dtype)
         return jnp.square(y.astype(jnp.float32)).mean()
 
-    policy = jlp.find_policy(joining, params, [x], NVFP4, 1.0, by="layer")
+    policy = jlp.find_policy(joining, params, [x], NVFP4, budget=1.0, by="layer")
     assert {row.layer for row in policy.table} == {"blocks/0/q", "blocks/0/down", "head"}
     names = ("blocks/1/q", "blocks/0/k", "blocks/1/k", "blocks/0/q", "blocks/1/down")
     assert [policy.recipe.at(name) for name in names] == [None] * 5
@@ -185,10 +185,10 @@ def test_layers_of_flax(model):
 
     graph, state = flax_nnx.split(built)
     with pytest.raises(ValueError, match=r"layers have no names.*name_layers"):
-        jlp.find_policy(loss_of, state, batches, NVFP4, 0.5)
+        jlp.find_policy(loss_of, state, batches, NVFP4, budget=0.5)
     jlp.nnx.name_layers(built)
     graph, state = flax_nnx.split(built)
-    found = jlp.find_policy(loss_of, state, batches, NVFP4, 0, by="layer", repeats=1)
+    found = jlp.find_policy(loss_of, state, batches, NVFP4, budget=0, by="layer", repeats=1)
     assert [row.layer for row in found.table] == ["up"]  # "down" has a recipe of its own: none
 
 
@@ -198,7 +198,7 @@ class TestFile:
         return tmp_path / "search" / "policy.jsonl"
 
     def find(self, model, path, **options):
-        return jlp.find_policy(loss, *model, NVFP4, 1 / 9, path=path, **options)
+        return jlp.find_policy(loss, *model, NVFP4, budget=1 / 9, path=path, **options)
 
     @pytest.mark.slow
     def test_a_search_goes_on_where_it_was_stopped(self, model, by_gemm, path, monkeypatch):
@@ -392,7 +392,7 @@ def test_experts_of_a_layer_are_chosen_together(model):
         return jnp.square(jlp.linear(jax.nn.tanh(y), params["a"], name="a").astype(jnp.float32)).mean()
 
     params = {"a": model[0]["a"], "experts": jax.random.normal(jax.random.key(4), (3, SIZE, SIZE)) / 8}
-    found = jlp.find_policy(with_experts, params, x, BOTH, 0.5, by="layer", repeats=1)
+    found = jlp.find_policy(with_experts, params, x, BOTH, budget=0.5, by="layer", repeats=1)
     assert sorted({row.layer for row in found.table}) == ["a", "experts"]
     assert {row.high_precision_cost for row in found.table} == {0.5}  # as many rows, of kernels of one size
     alone = next(row.effect for row in found.table if (row.layer, row.candidate) == ("experts", "mxfp8"))

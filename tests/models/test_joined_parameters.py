@@ -178,7 +178,7 @@ class TestSelections:
         theirs = jlp.quantize_matmuls(lambda p, x: jnp.split(plain(x, fused(p)), 3, -1), NVFP4)
         ours = lambda p, x: jnp.split(linear(x, fused(p), "q", NVFP4), 3, -1)  # noqa: E731
         assert_same_bytes(with_gradients(theirs)(params, X), with_gradients(ours)(params, X))
-        assert notes_of(theirs, ..., params, X) == {
+        assert notes_of(theirs, jlp.FROM_CONTEXT, params, X) == {
             "q": "joined with 'k', 'v'",
             "k": "joined with 'q', 'v'",
             "v": "joined with 'q', 'k'",
@@ -217,7 +217,7 @@ class TestLeftAlone:
         with pytest.warns(UserWarning, match=rf"stay in high precision: 'w' \[32, 48\] \(computed .* by {by}\)"):
             found, _ = theirs(self.PARAMS, X)
         assert_same_bytes(found, function(self.PARAMS, X))
-        notes = notes_of(theirs, ..., self.PARAMS, X)
+        notes = notes_of(theirs, jlp.FROM_CONTEXT, self.PARAMS, X)
         assert notes["w"] == f"computed from the parameter by {by}" and notes["v"] == ""
 
     def test_the_warning_comes_once_and_names_the_largest(self):

@@ -62,7 +62,7 @@ def function(params, x):
 
 class TestInit:
     def test_has_an_adapter_for_each_matrix_by_its_layers_name(self):
-        adapters = jlp.lora.init(KEY, PARAMS, 4)
+        adapters = jlp.lora.init(KEY, PARAMS, rank=4)
         assert {name: (a.a.shape, a.b.shape) for name, a in adapters.items()} == {
             "down": ((64, 4), (4, 96)),
             "stack/up": ((3, 64, 4), (3, 4, 96)),
@@ -75,20 +75,20 @@ class TestInit:
         assert 0.9 * bound < np.abs(np.float32(adapters["down"].a)).max() <= bound * 1.01
 
     def test_is_the_same_for_quantised_and_abstract_weights(self):
-        expected = jlp.lora.init(KEY, PARAMS, 4)
+        expected = jlp.lora.init(KEY, PARAMS, rank=4)
         for params in (base(jlp.NVFP4()), jax.eval_shape(lambda: base(jlp.NVFP4()))):
-            assert_same_bytes(jlp.lora.init(KEY, params, 4), expected)
+            assert_same_bytes(jlp.lora.init(KEY, params, rank=4), expected)
 
     def test_patterns_choose_without_changing_the_numbers(self):
-        every = jlp.lora.init(KEY, PARAMS, 4, exclude=())
+        every = jlp.lora.init(KEY, PARAMS, rank=4, exclude=())
         assert sorted(every) == ["down", "norm", "stack/up"]
-        only = jlp.lora.init(KEY, PARAMS, 4, include=("^down$",))
+        only = jlp.lora.init(KEY, PARAMS, rank=4, include=("^down$",))
         assert list(only) == ["down"]
         assert_same_bytes(only["down"], every["down"])
 
     def test_axes_of_kernels_with_several(self):
         params = {"query": jnp.ones((32, 4, 8)), "out": jnp.ones((4, 8, 32))}
-        adapters = jlp.lora.init(KEY, params, 2, axes={"query": (0, 1), "out": (0, 2)}, alpha=6, dtype="float32")
+        adapters = jlp.lora.init(KEY, params, rank=2, axes={"query": (0, 1), "out": (0, 2)}, alpha=6, dtype="float32")
         assert {(adapter.a.shape, adapter.b.shape) for adapter in adapters.values()} == {((32, 2), (2, 32))}
         assert adapters["out"].scale == 3.0
 
@@ -116,7 +116,7 @@ class TestInit:
 class TestTrees:
     @pytest.mark.parametrize("call", [jlp.lora.apply, jlp.lora.merge])
     def test_adapters_that_do_not_fit(self, call):
-        adapters = jlp.lora.init(KEY, PARAMS, 4)
+        adapters = jlp.lora.init(KEY, PARAMS, rank=4)
         with pytest.raises(ValueError, match="no weight has the name 'dawn'; the nearest ones are 'down'"):
             call(PARAMS, {"dawn": adapters["down"]})
         with pytest.raises(ValueError, match="'down': adapter.a"):
@@ -125,9 +125,9 @@ class TestTrees:
             call(PARAMS, list(adapters))
 
     def test_merging_untrained_adapters_changes_nothing(self):
-        adapters = jlp.lora.init(KEY, PARAMS, 4)
+        adapters = jlp.lora.init(KEY, PARAMS, rank=4)
         jax.tree.map(np.testing.assert_array_equal, jlp.lora.merge(PARAMS, adapters), PARAMS)
-        assert jlp.lora.merge(PARAMS, adapters, "bfloat16")["down"]["w"].dtype == jnp.bfloat16
+        assert jlp.lora.merge(PARAMS, adapters, dtype="bfloat16")["down"]["w"].dtype == jnp.bfloat16
 
 
 @pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)
@@ -135,7 +135,7 @@ class TestFunctions:
     """`quantize_matmuls` gives any function such weights."""
 
     def test_computes_and_learns_as_with_merged_weights(self, fmt):
-        adapters = trained(jlp.lora.init(KEY, base(fmt), 4, alpha=8))
+        adapters = trained(jlp.lora.init(KEY, base(fmt), rank=4, alpha=8))
         adapted = jlp.quantize_matmuls(function, None)
 
         def results(f, made):
@@ -146,7 +146,7 @@ class TestFunctions:
         jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=2e-4, atol=2e-4), actual, expected)
 
     def test_explain_names_format_and_adapter(self, fmt):
-        params = jlp.lora.apply(base(fmt), jlp.lora.init(KEY, base(fmt), 4, include=("up",)))
+        params = jlp.lora.apply(base(fmt), jlp.lora.init(KEY, base(fmt), rank=4, include=("up",)))
         layers = {layer.path: layer for layer in jlp.explain(jlp.quantize_matmuls(function), None, params, X).layers}
         assert "adapter of rank 4" in layers["stack/up"].note
         assert "adapter" not in layers["down"].note
@@ -189,7 +189,7 @@ class TestQuantizedParameters:
 class TestUnderARecipe:
     def test_an_adapted_array_follows_it(self):
         recipe = jlp.NVFP4BlockScaling()
-        adapters = trained(jlp.lora.init(KEY, PARAMS, 4, include=("down",)))
+        adapters = trained(jlp.lora.init(KEY, PARAMS, rank=4, include=("down",)))
         quantized = jlp.quantize_matmuls(lambda params, x: x @ params["down"]["w"], recipe)
         kernel = jlp.lora.LoRAKernel(PARAMS["down"]["w"], adapters["down"])
         expected = jax.jit(lambda w: jlp.linear(X, w, recipe=recipe, name="down"))(kernel)
@@ -197,7 +197,7 @@ class TestUnderARecipe:
 
     def test_a_stack_whose_ends_stay_in_high_precision(self):
         rules = jlp.PerLayer.keep_ends(jlp.NVFP4BlockScaling(), first=1, last=1, block="stack")
-        adapters = trained(jlp.lora.init(KEY, PARAMS, 4, include=("stack",)))
+        adapters = trained(jlp.lora.init(KEY, PARAMS, rank=4, include=("stack",)))
         quantized = jax.jit(jlp.quantize_matmuls(function, rules))
         merged = quantized(jlp.lora.merge(PARAMS, adapters), X)
         assert_same_bytes(quantized(jlp.lora.apply(PARAMS, adapters), X), merged)
@@ -228,7 +228,7 @@ class TestLinen:
         x = random_array((2, 8, 64))
         model = jlp.linen.convert(Attention(), jlp.NVFP4BlockScaling())
         params = initialised(model, x)["params"]
-        adapters = jlp.lora.init(KEY, params, 4, axes=self.axes, dtype="float32")
+        adapters = jlp.lora.init(KEY, params, rank=4, axes=self.axes, dtype="float32")
         assert len(adapters) == 5
         optimizer = optax.adam(1e-2)
 
@@ -254,7 +254,7 @@ class TestLinen:
         model = jlp.linen.convert(Attention()) if converted else jlp.linen.Dense(16, name="up")
         variables = initialised(model, x)
         served = jlp.quantize_params(model, jlp.WeightQAT(jlp.NVFP4()), variables, x)["params"]
-        adapters = trained(jlp.lora.init(KEY, served, 4, exclude=()))
+        adapters = trained(jlp.lora.init(KEY, served, rank=4, exclude=()))
         apply = jax.jit(model.apply)
         actual = apply({"params": jlp.lora.apply(served, adapters)}, x)
         matrices = jlp.lora.merge(served, adapters)
@@ -268,7 +268,7 @@ class TestLinen:
         x = random_array((8, 64))
         layer = jlp.linen.Dense(16)
         params = initialised(layer, x)["params"]
-        params = jlp.lora.apply({"up": params}, jlp.lora.init(KEY, {"up": params}, 4))["up"]
+        params = jlp.lora.apply({"up": params}, jlp.lora.init(KEY, {"up": params}, rank=4))["up"]
         with pytest.raises(TypeError, match="complex64; needs bfloat16"):
             layer.apply({"params": params}, jnp.ones((8, 64), jnp.complex64))
 
@@ -282,7 +282,7 @@ class TestMeshes:
     def operands(self, fmt):
         w = tenth((64, 32), 1)
         params = {"up": w if fmt is None else jlp.quantize(w, fmt, axis=-2)}
-        return trained(jlp.lora.init(KEY, params, 4)), params, X
+        return trained(jlp.lora.init(KEY, params, rank=4)), params, X
 
     @by_axis_type
     @pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)

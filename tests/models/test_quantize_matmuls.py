@@ -150,7 +150,7 @@ class TestBytes:
 
     def test_without_a_recipe_they_are_the_functions(self):
         expected = with_gradients(THEIRS["plain"])(PARAMS, X)
-        for rules in (None, jlp.PerLayer(((".*", None),), NVFP4), ...):
+        for rules in (None, jlp.PerLayer(((".*", None),), NVFP4), jlp.FROM_CONTEXT):
             assert_same_bytes(with_gradients(jlp.quantize_matmuls(THEIRS["plain"], rules))(PARAMS, X), expected)
 
     @pytest.mark.slow
@@ -257,7 +257,7 @@ class TestStacks:
         function = jlp.quantize_matmuls(THEIRS["indexed"], self.RULES)
         with pytest.warns(UserWarning, match="no layer followed PerLayer"):
             assert_same_bytes(jax.jit(function)(STACKED, X), jax.jit(THEIRS["indexed"])(STACKED, X))
-        assert "not run by a scan" in str(jlp.explain(function, ..., STACKED, X))
+        assert "not run by a scan" in str(jlp.explain(function, jlp.FROM_CONTEXT, STACKED, X))
 
     def test_the_librarys_own_layers_do_not_know_their_place(self):
         with pytest.raises(ValueError, match="only quantize_matmuls knows a layer's place"):
@@ -418,7 +418,7 @@ head    32x8     -                -                -                left out by 
         for explained in (
             jlp.explain(function, rules, *shapes),
             jlp.explain(function, rules, params, X),
-            jlp.explain(jlp.quantize_matmuls(function, rules), ..., params, X),
+            jlp.explain(jlp.quantize_matmuls(function, rules), jlp.FROM_CONTEXT, params, X),
         ):
             assert str(explained) == expected.strip()
 
@@ -504,30 +504,30 @@ class TestSilence:
 
 class TestBadInput:
     @pytest.mark.parametrize(
-        ("arguments", "error", "message"),
+        ("arguments", "options", "error", "message"),
         [
-            ((3,), TypeError, "fn=3; needs a function"),
-            ((len, 3), TypeError, "recipe=3; needs a recipe"),
-            ((len, None, 1.5), TypeError, "params=1.5; needs an argument's position or name"),
-            ((len, None, ()), TypeError, "needs an argument's position or name"),
-            ((len, None, True), TypeError, "needs an argument's position or name"),
+            ((3,), {}, TypeError, "fn=3; needs a function"),
+            ((len, 3), {}, TypeError, "recipe=3; needs a recipe"),
+            ((len, None), {"params": 1.5}, TypeError, "params=1.5; needs an argument's position or name"),
+            ((len, None), {"params": ()}, TypeError, "needs an argument's position or name"),
+            ((len, None), {"params": True}, TypeError, "needs an argument's position or name"),
         ],
     )
-    def test_arguments(self, arguments, error, message):
+    def test_arguments(self, arguments, options, error, message):
         with pytest.raises(error, match=f"quantize_matmuls: .*{message}"):
-            jlp.quantize_matmuls(*arguments)
+            jlp.quantize_matmuls(*arguments, **options)
 
     @pytest.mark.parametrize("params", [2, -3, "weights"])
     def test_params_that_name_no_argument(self, params):
         with pytest.raises(
             ValueError, match="2 positional arguments and the keywords .*needs the position or the name"
         ):
-            jlp.quantize_matmuls(THEIRS["plain"], NVFP4, params)(PARAMS, X)
+            jlp.quantize_matmuls(THEIRS["plain"], NVFP4, params=params)(PARAMS, X)
 
     def test_params_by_name_and_several(self):
         expected = jax.jit(ours(NVFP4)["plain"])(PARAMS, X)
         for params in ("params", [-2], ("params",)):
-            assert_same_bytes(jax.jit(jlp.quantize_matmuls(THEIRS["plain"], NVFP4, params))(PARAMS, X), expected)
+            assert_same_bytes(jax.jit(jlp.quantize_matmuls(THEIRS["plain"], NVFP4, params=params))(PARAMS, X), expected)
         assert_same_bytes(jax.jit(jlp.quantize_matmuls(THEIRS["plain"], NVFP4))(params=PARAMS, x=X), expected)
 
     def test_a_function_that_cannot_be_traced(self):

@@ -61,11 +61,11 @@ def whole(params, x):
 def test_the_parameters_give_the_bits_of_training(recipe, adapted):
     params = {name: weight(*SERVED[name][1]) for name in sorted(GOOD)}
     if adapted:
-        adapters = jlp.lora.init(jax.random.key(0), params, 2, dtype="float32", exclude=("experts",))
+        adapters = jlp.lora.init(jax.random.key(0), params, rank=2, dtype="float32", exclude=("experts",))
         adapters = jax.tree.map(lambda leaf: random_array(leaf.shape, "float32", leaf.size) / 8, adapters)
         params = jlp.lora.apply(params, adapters)
     quantized = jlp.quantize_matmuls(whole, recipe)
-    served = jlp.quantize_params(quantized, ..., params, X)
+    served = jlp.quantize_params(quantized, jlp.FROM_CONTEXT, params, X)
     for name, leaf in served.items():
         kernel = leaf.kernel if isinstance(leaf, jlp.lora.LoRAKernel) else leaf
         assert (kernel.shape, kernel.axis, kernel.format) == (*SERVED[name][1:], recipe.weight_format), name
@@ -108,12 +108,12 @@ class TestWhichParameters:
     def test_they_are_the_argument_that_quantize_matmuls_was_told(self, params, by_name):
         quantized = jlp.quantize_matmuls(lambda x, weights: self.function(weights, x), RECIPES["int4"], params=params)
         given = ((X,), {"weights": self.params}) if by_name else ((X, self.params), {})
-        served = jlp.quantize_params(quantized, ..., *given[0], **given[1])
+        served = jlp.quantize_params(quantized, jlp.FROM_CONTEXT, *given[0], **given[1])
         assert isinstance(served["up"]["kernel"], jlp.QuantizedArray)
 
     def test_of_several_arguments_they_are_a_tuple(self):
         quantized = jlp.quantize_matmuls(lambda a, b, x: x @ a @ b, RECIPES["int4"], params=(1, 0))
-        b, a = jlp.quantize_params(quantized, ..., weight(32, 16), weight(16, 48), X)
+        b, a = jlp.quantize_params(quantized, jlp.FROM_CONTEXT, weight(32, 16), weight(16, 48), X)
         assert (a.shape, b.shape) == ((32, 16), (16, 48))
 
     def test_a_stack_whose_ends_stay_in_high_precision_is_refused(self):

@@ -71,7 +71,7 @@ class TestFunctions:
         loss, params, one = decoder(choose, run)
         stacked = run is scanned
         layers = jax.tree.map(lambda leaf: np.stack([leaf] * 2), one) if stacked else [one]
-        found = jlp.explain(jlp.quantize_matmuls(loss, KEEP), ..., params | {"layers": layers}, TOKENS)
+        found = jlp.explain(jlp.quantize_matmuls(loss, KEEP), jlp.FROM_CONTEXT, params | {"layers": layers}, TOKENS)
         block = "layers" if stacked else "layers/0"
         assert quantised(found) == {f"{block}/mlp/{name}" for name in ("gate", "up", "down")}
         notes = {layer.path: layer.note for layer in found.layers}
@@ -80,7 +80,7 @@ class TestFunctions:
 
     def test_a_router_of_any_name_is_known_by_its_top_k(self):
         loss, params, one = decoder(CHOICES["top-k of a softmax"], unrolled, ("chooser", "words"))
-        found = jlp.explain(jlp.quantize_matmuls(loss, KEEP), ..., params | {"layers": [one]}, TOKENS)
+        found = jlp.explain(jlp.quantize_matmuls(loss, KEEP), jlp.FROM_CONTEXT, params | {"layers": [one]}, TOKENS)
         assert "layers/0/mlp/chooser" in quantised(found) and "layers/0/router_of/chooser" not in quantised(found)
 
     @pytest.mark.parametrize("name", ["output", "fc", "decoder"])
@@ -147,6 +147,6 @@ def test_linen_convert_decides_by_shape():
     for rules in (KEEP, jlp.Int4QAT(16)):
         model = jlp.linen.convert(LinenMixture(), rules)
         variables = jax.eval_shape(model.init, jax.random.key(0), TOKENS)
-        found = jlp.explain(model, ..., variables, TOKENS)
+        found = jlp.explain(model, jlp.FROM_CONTEXT, variables, TOKENS)
         assert quantised(found) == {"block_0_fc", "down", "mlp/gate"}, str(found)
         assert {layer.path: layer.note for layer in found.layers}["fc"] == "left out by the recipe"

@@ -97,7 +97,7 @@ class TestSelectionBias:
 
             (value, aux), gradients = jax.value_and_grad(loss, has_aux=True)(params)
             updates, state = optimizer.update(gradients, state)
-            bias = jlp.moe.update_selection_bias(bias, aux.group_sizes, 0.02)
+            bias = jlp.moe.update_selection_bias(bias, aux.group_sizes, rate=0.02)
             return optax.apply_updates(params, updates), bias, state, value, aux.group_sizes
 
         params, bias, state = block.params, block.bias, optimizer.init(block.params)
@@ -149,7 +149,7 @@ class TestNnx:
             gradients, aux = nnx.grad(loss, has_aux=True)(model)
             optimizer.update(model, gradients)
             bias = model.selection_bias
-            bias.set_value(jlp.moe.update_selection_bias(bias.get_value(), aux.group_sizes, 0.5))
+            bias.set_value(jlp.moe.update_selection_bias(bias.get_value(), aux.group_sizes, rate=0.5))
             return aux.group_sizes
 
         sizes = step(model, optimizer)

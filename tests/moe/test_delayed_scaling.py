@@ -72,7 +72,9 @@ class TestStates:
         with jlp.autocast(RECIPE):
             tree = library.initial(make, X).compile()(jax.random.key(0))
         for part in PARTS:
-            assert_same_bytes(tree["experts"][part].pop(OVERWRITE_WITH_GRADIENT), init_state(RECIPE, EXPERTS))
+            assert_same_bytes(
+                tree["experts"][part].pop(OVERWRITE_WITH_GRADIENT), init_state(RECIPE, num_experts=EXPERTS)
+            )
             assert_same_bytes(tree["shared_experts"][part].pop(OVERWRITE_WITH_GRADIENT), init_state(RECIPE))
         assert_same_bytes(tree, plain)
 
@@ -202,7 +204,7 @@ class TestGroupedLayers:
 
 
 def made_by_hand(layer):
-    state, dtype = init_state(RECIPE, EXPERTS), layer.kernel[...].dtype
+    state, dtype = init_state(RECIPE, num_experts=EXPERTS), layer.kernel[...].dtype
     kernel, bias = layer.kernel[...], layer.bias[...]
     return jlp.grouped_matmul(ROWS.astype(dtype), kernel, SIZES, bias, recipe=RECIPE, state=state)[0]
 

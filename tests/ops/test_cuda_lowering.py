@@ -81,7 +81,7 @@ class TestEveryOp:
 
     def test_hadamard(self):
         with claiming_cuda():
-            (call,) = custom_calls(lambda x: jlp.hadamard_transform(x, -2, 32), jnp.ones((64, 48)))
+            (call,) = custom_calls(lambda x: jlp.hadamard_transform(x, axis=-2, size=32), jnp.ones((64, 48)))
         assert (call.target, call.operands, call.results) == ("jaxlowprec_hadamard", ["64x48xf32"], ["64x48xf32"])
         assert "vertical = true" in call.attributes
 
@@ -220,7 +220,7 @@ class TestEpilogue:
     @pytest.mark.parametrize("out_dtype", [jnp.bfloat16, jnp.float32])
     def test_sums_are_accumulated_in_the_gemm(self, out_dtype):
         name = {"bfloat16": "bf16", "float32": "f32"}[jnp.dtype(out_dtype).name]
-        call = self.call(accumulate=jnp.ones((64, 96), out_dtype), out_dtype=out_dtype)
+        call = self.call(accumulate=jnp.ones((64, 96), out_dtype), preferred_element_type=out_dtype)
         assert call.operands[-2:] == ["2xf32", f"64x96x{name}"] and call.results[0] == f"64x96x{name}"
         assert "accumulate = true" in call.attributes
 
@@ -231,8 +231,8 @@ class TestEpilogue:
             {"activation": "gelu"},
             {"activation": "dgelu", "activation_input": jnp.ones((64, 96))},
             {"accumulate": jnp.ones((64, 96)), "activation": "gelu"},
-            {"accumulate": jnp.ones((64, 96)), "out_dtype": jnp.bfloat16},
-            {"out_dtype": jnp.float16},
+            {"accumulate": jnp.ones((64, 96)), "preferred_element_type": jnp.bfloat16},
+            {"preferred_element_type": jnp.float16},
         ],
         ids=lambda options: "-".join(options),
     )
@@ -326,8 +326,8 @@ class TestWeightOnly:
     def test_the_kernel_rounds_sums_and_xla_applies_other_epilogues(self):
         fmt = jlp.Int4(32)
         for options, result in (
-            ({"out_dtype": jnp.float32}, "f32"),
-            ({"out_dtype": jnp.float16}, "f16"),
+            ({"preferred_element_type": jnp.float32}, "f32"),
+            ({"preferred_element_type": jnp.float16}, "f16"),
             ({"bias": jnp.ones(64)}, "f32"),
             ({"activation": "gelu"}, "f32"),
             ({"accumulate": jnp.ones((16, 64), jnp.bfloat16)}, "f32"),
@@ -377,7 +377,7 @@ def test_xlas_gemm_of_the_decoded_weight_is_the_product(fmt, dtype):
     spec = WeightOnlySpec(fmt, False, False, True, epilogue)
     multiply = jax.jit(functools.partial(weight_only_cuda.decoded_matmul, spec))
     (y,) = multiply(x, q.data, q.scale, q.amax, q.zero_point, [bias])
-    expected = evaluated(jlp.scaled_matmul)(x, q, bias, "gelu", out_dtype=jnp.float32)
+    expected = evaluated(jlp.scaled_matmul)(x, q, bias, activation="gelu", preferred_element_type=jnp.float32)
     np.testing.assert_allclose(y, expected, rtol=1e-5, atol=1e-4)
 
 

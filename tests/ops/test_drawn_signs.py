@@ -32,7 +32,7 @@ def drawn(size=16):
 
 
 def quantize(x, key=KEY, fmt=NVFP4, axis=-1, size=16, **options):
-    return jlp.quantize(x, fmt, axis, drawn(size), sign_key=key, **options)
+    return jlp.quantize(x, fmt, axis=axis, hadamard=drawn(size), sign_key=key, **options)
 
 
 def codes_of(q):
@@ -66,7 +66,7 @@ class DrawnCases:
             options = {"size": size, "implementation": self.implementation}
             found = []
             for x, (_, axis, inverse) in zip(arrays, ways, strict=True):
-                transform = functools.partial(jlp.hadamard_transform, x, axis, inverse=inverse, **options)
+                transform = functools.partial(jlp.hadamard_transform, x, axis=axis, inverse=inverse, **options)
                 found.append((transform(signs="drawn", sign_key=KEY), transform(signs=signs_from(GOLDEN, size))))
             return found
 
@@ -98,9 +98,9 @@ class DrawnCases:
             return [
                 (
                     quantize(x, KEY, fmt, axis, size, **options),
-                    jlp.quantize(x, fmt, axis, fixed, **options),
+                    jlp.quantize(x, fmt, axis=axis, hadamard=fixed, **options),
                     jlp.dequantize(quantize(x, KEY, fmt, axis, size, **options), **options),
-                    jlp.dequantize(jlp.quantize(x, fmt, axis, fixed, **options), **options),
+                    jlp.dequantize(jlp.quantize(x, fmt, axis=axis, hadamard=fixed, **options), **options),
                 )
                 for axis in (-1, -2)
             ]
@@ -113,8 +113,10 @@ class DrawnCases:
     def test_stochastic_codes_are_those_of_the_same_fixed_signs(self):
         x, options = random_array((48, 80)), {"rounding": "stochastic", "implementation": self.implementation}
         fixed = jlp.Hadamard(16, signs_from(GOLDEN, 16))
-        found = jlp.quantize_both(x, NVFP4, drawn(), key=OTHER, sign_key=KEY, **options)
-        for q, like in zip(found, jlp.quantize_both(x, NVFP4, fixed, key=OTHER, **options), strict=True):
+        found = jlp.quantize_both(x, NVFP4, hadamard_columnwise=drawn(), key=OTHER, sign_key=KEY, **options)
+        for q, like in zip(
+            found, jlp.quantize_both(x, NVFP4, hadamard_columnwise=fixed, key=OTHER, **options), strict=True
+        ):
             assert_same_bytes(codes_of(q), codes_of(like))
 
 
@@ -251,10 +253,10 @@ class TestProducts:
         """64 elements share the square root 8 of their size: all of it is exact in float64 and in the product."""
         a, b = (self.one_of_each_transform(rows, 256, size, rows) for rows in (8, 24))
         qa, qb = (quantize(jnp.asarray(x, jnp.float32), size=size) for x in (a, b))
-        y = jlp.scaled_matmul(qa, qb, out_dtype=jnp.float32)
+        y = jlp.scaled_matmul(qa, qb, preferred_element_type=jnp.float32)
         np.testing.assert_array_equal(np.asarray(y, np.float64), a @ b.T)
         other = quantize(jnp.asarray(b, jnp.float32), OTHER, size=size)
-        assert (np.asarray(jlp.scaled_matmul(qa, other, out_dtype=jnp.float32)) != a @ b.T).any()
+        assert (np.asarray(jlp.scaled_matmul(qa, other, preferred_element_type=jnp.float32)) != a @ b.T).any()
 
     @pytest.mark.parametrize("fmt", [NVFP4, jlp.MXFP8(), jlp.Float8Tensor()], ids=format_name)
     @pytest.mark.parametrize("size", often([16, 128], SIZES))
@@ -263,7 +265,7 @@ class TestProducts:
         exact = np.asarray(a, np.float64) @ np.asarray(b, np.float64).T
 
         def error(qa, qb):
-            y = jlp.scaled_matmul(qa, qb, out_dtype=jnp.float32)
+            y = jlp.scaled_matmul(qa, qb, preferred_element_type=jnp.float32)
             return np.linalg.norm(np.asarray(y, np.float64) - exact) / np.linalg.norm(exact)
 
         plain = error(jlp.quantize(a, fmt), jlp.quantize(b, fmt))
@@ -273,8 +275,8 @@ class TestProducts:
 
     def test_drawn_by_fixed_is_refused(self):
         a, b = random_array((32, 64)), random_array((48, 64))
-        message = r"a has hadamard=Hadamard\(16, drawn\) and b has Hadamard\(16\); a rotation cancels only if both"
+        message = r"lhs has hadamard=Hadamard\(16, drawn\) and rhs has Hadamard\(16\); a rotation cancels only if both"
         with pytest.raises(ValueError, match=message):
             jlp.scaled_matmul(quantize(a), jlp.quantize(b, NVFP4, hadamard=True))
-        with pytest.raises(ValueError, match=r"Hadamard\(16, drawn\) and b has Hadamard\(32, drawn\)"):
+        with pytest.raises(ValueError, match=r"Hadamard\(16, drawn\) and rhs has Hadamard\(32, drawn\)"):
             jlp.scaled_matmul(quantize(a), quantize(b, size=32))

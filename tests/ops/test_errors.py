@@ -19,7 +19,7 @@ SIGNS = tuple(-s for s in jlp.DEFAULT_SIGNS)
 
 
 def quantized(rows=16, columns=32, axis=-1, hadamard=False, batch=(), fmt=FMT):
-    return jlp.quantize(jnp.ones((*batch, rows, columns)), fmt, axis, hadamard)
+    return jlp.quantize(jnp.ones((*batch, rows, columns)), fmt, axis=axis, hadamard=hadamard)
 
 
 def multiply(a=None, b=None, **options):
@@ -96,7 +96,7 @@ class TestInputs:
         assert_raised_at_trace_time(
             lambda: jlp.dequantize(X), TypeError, "dequantize: q is a", "needs a QuantizedArray"
         )
-        assert_raised_at_trace_time(lambda: multiply(b=X[0]), TypeError, "scaled_matmul: b is a", "quantise it first")
+        assert_raised_at_trace_time(lambda: multiply(b=X[0]), TypeError, "scaled_matmul: rhs is a", "quantise it first")
 
     @pytest.mark.parametrize("dtype", ["int8", "float64", "complex64", "float8_e4m3fn"])
     def test_result_dtypes(self, dtype):
@@ -104,7 +104,9 @@ class TestInputs:
             lambda: quantized().dequantize(dtype), TypeError, f"dequantize: dtype={dtype}; needs"
         )
         assert_raised_at_trace_time(
-            lambda: multiply(out_dtype=dtype), TypeError, f"scaled_matmul: out_dtype={dtype}; needs bfloat16"
+            lambda: multiply(preferred_element_type=dtype),
+            TypeError,
+            f"scaled_matmul: preferred_element_type={dtype}; needs bfloat16",
         )
 
 
@@ -148,7 +150,7 @@ class TestRounding:
     )
     def test_offsets(self, axis, offset, message):
         options = {"rounding": "stochastic", "key": KEY, "offset": offset}
-        assert_raised_at_trace_time(lambda: jlp.quantize(X, FMT, axis, **options), ValueError, message)
+        assert_raised_at_trace_time(lambda: jlp.quantize(X, FMT, axis=axis, **options), ValueError, message)
         assert_raised_at_trace_time(lambda: jlp.quantize_both(X, FMT, **options), ValueError, "needs a multiple")
 
     @pytest.mark.parametrize("op", ["quantize", "quantize_both"])
@@ -191,7 +193,7 @@ class TestRotations:
     def test_what_is_no_rotation(self, hadamard):
         message = f"hadamard={hadamard!r}; needs True, False or a jaxlowprec.Hadamard"
         assert_raised_at_trace_time(lambda: jlp.quantize(X, FMT, hadamard=hadamard), TypeError, message)
-        assert_raised_at_trace_time(lambda: jlp.quantize_both(X, FMT, hadamard), TypeError, message)
+        assert_raised_at_trace_time(lambda: jlp.quantize_both(X, FMT, hadamard_columnwise=hadamard), TypeError, message)
 
     @pytest.mark.parametrize("size", [-16, 0, 1, 8, 24, 48, 512])
     def test_sizes(self, size):
@@ -243,7 +245,7 @@ class TestRotations:
         message = "hadamard_transform: axis -1 has 24 elements; needs a multiple of size=16: pad it with jnp.pad"
         assert_raised_at_trace_time(lambda: jlp.hadamard_transform(jnp.ones((16, 24))), ValueError, message)
         message = "axis -2 has 16 elements; needs a multiple of size=32"
-        assert_raised_at_trace_time(lambda: jlp.hadamard_transform(X, 0, size=32), ValueError, message)
+        assert_raised_at_trace_time(lambda: jlp.hadamard_transform(X, axis=0, size=32), ValueError, message)
 
 
 class TestProducts:
@@ -253,12 +255,16 @@ class TestProducts:
             (
                 lambda: multiply(quantized(axis=-2)),
                 ValueError,
-                ["a of shape (16, 32)", "axis -2", "a.mT", "axis of 16"],
+                ["lhs of shape (16, 32)", "axis -2", "lhs.mT", "axis of 16"],
             ),
-            (lambda: multiply(b=quantized(24).mT), ValueError, ["b of shape (32, 24)", "axis -2", "b.mT"]),
+            (lambda: multiply(b=quantized(24).mT), ValueError, ["rhs of shape (32, 24)", "axis -2", "rhs.mT"]),
             (lambda: multiply(quantized(columns=48)), ValueError, ["contracted last axis: 48 and 32"]),
-            (lambda: multiply(quantized(columns=31)), ValueError, ["a (16, 31) and b (24, 32)"]),
-            (lambda: multiply(quantized(hadamard=True)), ValueError, ["a has hadamard=Hadamard(16) and b has None"]),
+            (lambda: multiply(quantized(columns=31)), ValueError, ["lhs (16, 31) and rhs (24, 32)"]),
+            (
+                lambda: multiply(quantized(hadamard=True)),
+                ValueError,
+                ["lhs has hadamard=Hadamard(16) and rhs has None"],
+            ),
             (lambda: multiply(b=quantized(24, hadamard=True)), ValueError, ["a rotation cancels only if both"]),
             (
                 lambda: multiply(quantized(hadamard=True), quantized(24, hadamard=jlp.Hadamard(signs=SIGNS))),
@@ -274,13 +280,13 @@ class TestProducts:
             (
                 lambda: multiply(quantized(batch=(2,)), quantized(batch=(3,))),
                 ValueError,
-                ["(2, 16, 32) and b (3, 16, 32)"],
+                ["(2, 16, 32) and rhs (3, 16, 32)"],
             ),
-            (lambda: multiply(jlp.quantize(X[0], FMT)), ValueError, ["a has shape (32,); needs two dimensions"]),
+            (lambda: multiply(jlp.quantize(X[0], FMT)), ValueError, ["lhs has shape (32,); needs two dimensions"]),
             (
                 lambda: multiply(b=quantized(24, fmt=jlp.MXFP4())),
                 NotImplementedError,
-                ["a is NVFP4 1x16 and b is MXFP4 1x32", "quantise both alike, or dequantise them"],
+                ["lhs is NVFP4 1x16 and rhs is MXFP4 1x32", "quantise both alike, or dequantise them"],
             ),
             (lambda: multiply(activation="relu"), ValueError, ['activation=\'relu\'; needs None, "gelu" or "dgelu"']),
             (
@@ -329,7 +335,12 @@ class TestPairs:
         ("a", "b", "error", "messages"),
         [
             (jlp.NVFP4(), jlp.MXFP4(), NotImplementedError, ["scaled differently", "quantise both alike"]),
-            (jlp.MXFP8(), jlp.Float8Block(), NotImplementedError, ["a is MXFP8 E4M3 1x32 and b is Float8Block E4M3"]),
+            (
+                jlp.MXFP8(),
+                jlp.Float8Block(),
+                NotImplementedError,
+                ["lhs is MXFP8 E4M3 1x32 and rhs is Float8Block E4M3"],
+            ),
             (jlp.MXFP8(), jlp.Float8Tensor(), NotImplementedError, ["scaled differently"]),
             (jlp.Float8Block(), jlp.Float8Tensor(), NotImplementedError, ["scaled differently"]),
             *(
@@ -346,13 +357,13 @@ class TestPairs:
                 jlp.MXFP8(),
                 jlp.MXFP4(scale_rule="even"),
                 ValueError,
-                ["a has scale_rule='up' and b has 'even'", "quantise both by the same scale rule"],
+                ["lhs has scale_rule='up' and rhs has 'even'", "quantise both by the same scale rule"],
             ),
             (
                 jlp.Float8Block(),
                 jlp.Float8Block(power_of_two=False),
                 ValueError,
-                ["a has power_of_two=True and b has False", "quantise both by the same scale rule"],
+                ["lhs has power_of_two=True and rhs has False", "quantise both by the same scale rule"],
             ),
         ],
         ids=lambda v: str(v) if hasattr(v, "element") else "",
@@ -402,7 +413,7 @@ class TestTensorScales:
 
 EVERY_OP = {
     "quantize": lambda q, i: jlp.quantize(X, FMT, implementation=i),
-    "quantize_both": lambda q, i: jlp.quantize_both(X, FMT, True, implementation=i),
+    "quantize_both": lambda q, i: jlp.quantize_both(X, FMT, hadamard_columnwise=True, implementation=i),
     "hadamard_transform": lambda q, i: jlp.hadamard_transform(X, implementation=i),
     "dequantize": lambda q, i: jlp.dequantize(q, implementation=i),
     "scaled_matmul": lambda q, i: jlp.scaled_matmul(q, q, implementation=i),

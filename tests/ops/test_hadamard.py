@@ -52,7 +52,8 @@ def transformed(arrays, size, signs, implementation):
 
 def _transformed(arrays, *, size, signs, implementation):
     return [
-        jlp.hadamard_transform(x, axis, size, signs, inverse, implementation) for x, axis, inverse in ways(arrays, size)
+        jlp.hadamard_transform(x, axis=axis, size=size, signs=signs, inverse=inverse, implementation=implementation)
+        for x, axis, inverse in ways(arrays, size)
     ]
 
 
@@ -125,7 +126,8 @@ class HadamardCases:
             changed[place] = True
             spoilt[place][9] = bad
             clean, y = (
-                np.asarray(jlp.hadamard_transform(v, axis, 32, implementation=self.implementation)) for v in (m, spoilt)
+                np.asarray(jlp.hadamard_transform(v, axis=axis, size=32, implementation=self.implementation))
+                for v in (m, spoilt)
             )
             assert not np.isfinite(y[changed].astype(np.float32)).any()
             np.testing.assert_array_equal(y[~changed], clean[~changed])
@@ -133,7 +135,7 @@ class HadamardCases:
     @pytest.mark.parametrize("shape", [(0,), (0, 16), (16, 0), (0, 0), (2, 0, 16), (0, 16, 16)], ids=str)
     def test_empty_arrays(self, shape):
         for axis in (-1, -2)[: len(shape)]:
-            y = jlp.hadamard_transform(jnp.zeros(shape, jnp.float16), axis, implementation=self.implementation)
+            y = jlp.hadamard_transform(jnp.zeros(shape, jnp.float16), axis=axis, implementation=self.implementation)
             assert (y.shape, y.dtype) == (shape, jnp.float16)
 
     def test_vmap_adds_batch_axes(self):
@@ -185,9 +187,9 @@ class TestMeaning:
     @pytest.mark.parametrize("dtype", FLOATS)
     def test_the_inverse_undoes_it_exactly_where_nothing_rounds(self, dtype, axis):
         x = jnp.asarray(np.random.default_rng(2).integers(-2, 3, (32, 48))).astype(dtype)
-        y = jlp.hadamard_transform(x, axis)
+        y = jlp.hadamard_transform(x, axis=axis)
         assert (y != x).any()
-        back = jlp.hadamard_transform(y, axis, inverse=True)
+        back = jlp.hadamard_transform(y, axis=axis, inverse=True)
         np.testing.assert_array_equal(np.asarray(back), np.asarray(x))
 
     @pytest.mark.parametrize("size", SIZES)
@@ -215,7 +217,7 @@ class TestMeaning:
         x = random_array((64,))
         row = jlp.hadamard_transform(x[None])[0]
         assert_same_bytes(jlp.hadamard_transform(x), row)
-        assert_same_bytes(jlp.hadamard_transform(x, 0), row)
+        assert_same_bytes(jlp.hadamard_transform(x, axis=0), row)
 
     def test_signs_repeat_to_the_size(self):
         x = random_array((4, 64), "float32")

@@ -27,16 +27,18 @@ SIZES = np.array([5, 0, 30, 13], np.int32)
 
 
 def there_and_back(x, w):
-    q = jlp.quantize(x, jlp.NVFP4(), -2, jlp.Hadamard(64, "drawn"), "stochastic", KEY, sign_key=KEY)
+    q = jlp.quantize(
+        x, jlp.NVFP4(), axis=-2, hadamard=jlp.Hadamard(64, "drawn"), rounding="stochastic", key=KEY, sign_key=KEY
+    )
     row, column = jlp.quantize_both(x, jlp.MXFP8(), rounding="stochastic", key=KEY)
-    rotated = jlp.quantize(x, jlp.NVFP4(), -1, True, "eden", KEY)
+    rotated = jlp.quantize(x, jlp.NVFP4(), axis=-1, hadamard=True, rounding="eden", key=KEY)
     lines = jlp.quantize(x, jlp.NVFP4(row_scaled=True))
     return q, row, column, rotated, lines, [jlp.dequantize(one) for one in (q, column, rotated, lines)]
 
 
 def int4(x, w):
     q = jlp.quantize(x, jlp.Int4(32, symmetric=False, pad=True))
-    return q, jlp.dequantize(q), jlp.fake_quantize(x, jlp.Int4(32, pad=True), -2)
+    return q, jlp.dequantize(q), jlp.fake_quantize(x, jlp.Int4(32, pad=True), axis=-2)
 
 
 def products(x, w):

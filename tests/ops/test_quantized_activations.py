@@ -47,7 +47,7 @@ def _separately(kind, fmt, arrays, directions, words, rows_split):
     def quantized(x, words):
         options = {"rounding": "nearest" if words is None else "stochastic", "key": words, "rows_split": rows_split}
         pairs = zip((-1, -2), directions, strict=True)
-        return tuple(jlp.quantize(x, fmt, axis, **options) if wanted else None for axis, wanted in pairs)
+        return tuple(jlp.quantize(x, fmt, axis=axis, **options) if wanted else None for axis, wanted in pairs)
 
     dy, *operands = arrays
     value = quantized(activated(kind, operands, None)[0], words)

@@ -56,7 +56,7 @@ def _separately(spec, fmt, arrays, directions, words, rows_split):
     found = normed(spec, x, of_norm[0], residual if spec.residual else None, of_norm[1] if spec.beta else None)
     options = {"rounding": "nearest" if words is None else "stochastic", "key": words, "rows_split": rows_split}
     row, column = (
-        jlp.quantize(found.y, fmt, axis, **options) if wanted else None
+        jlp.quantize(found.y, fmt, axis=axis, **options) if wanted else None
         for axis, wanted in zip((-1, -2), directions, strict=True)
     )
     return row, column, found.total, found.saved

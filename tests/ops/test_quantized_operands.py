@@ -11,7 +11,7 @@ from tests.helpers import ONE_OF_EACH, format_name
 
 X = jnp.ones((16, 32))
 Q = jlp.quantize(X, jlp.NVFP4())
-LOADED = jlp.quantize(X.T, jlp.Int4(16), -2)
+LOADED = jlp.quantize(X.T, jlp.Int4(16), axis=-2)
 
 TAKES_AN_ARRAY = {
     "quantize": lambda q: jlp.quantize(q, jlp.NVFP4()),
@@ -84,7 +84,7 @@ def test_what_quantize_makes_belongs_together(fmt, shape):
     for axis in (-1, -2)[: len(shape)]:
         if len(shape) > 1 or not fmt.tiles:
             x = jnp.ones((*shape[:-2], *(shape[:-3:-1] if axis == -2 else shape[-2:])))
-            assert jax.eval_shape(lambda: jlp.quantize(x, fmt, axis).dequantize()).shape == x.shape  # noqa: B023
+            assert jax.eval_shape(lambda: jlp.quantize(x, fmt, axis=axis).dequantize()).shape == x.shape  # noqa: B023
 
 
 @pytest.mark.parametrize(

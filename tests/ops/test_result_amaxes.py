@@ -207,6 +207,6 @@ def test_quantising_with_them_is_quantising_without():
     @jax.jit
     def both(gate, up):
         y, amaxes = activated("swiglu", (gate, up), BOTH)
-        return jlp.quantize_both(y, jlp.NVFP4(), True, amax=tuple(amaxes))
+        return jlp.quantize_both(y, jlp.NVFP4(), hadamard_columnwise=True, amax=tuple(amaxes))
 
-    assert_same_bytes(both(gate, up), jlp.quantize_both(jlp.swiglu(gate, up), jlp.NVFP4(), True))
+    assert_same_bytes(both(gate, up), jlp.quantize_both(jlp.swiglu(gate, up), jlp.NVFP4(), hadamard_columnwise=True))

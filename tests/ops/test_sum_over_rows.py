@@ -115,5 +115,5 @@ class TestTransformations:
 def test_a_biass_gradient_is_the_sum_of_the_results(recipe, shape):
     x, w, dy = random_array(shape, "bfloat16"), random_array((32, 48)), random_array((*shape[:-1], 48), "bfloat16", 1)
     bias = jnp.zeros(48)
-    _, pullback = jax.vjp(lambda bias: jlp.linear(x, w, bias, recipe, jax.random.key(0)), bias)
+    _, pullback = jax.vjp(lambda bias: jlp.linear(x, w, bias, recipe, key=jax.random.key(0)), bias)
     assert_same_bytes(pullback(dy)[0], producers.sum_over_rows(np.asarray(dy).reshape(-1, 48)))

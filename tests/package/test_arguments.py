@@ -83,8 +83,16 @@ def test_what_a_layer_is_called_with(layer, inputs, error, message):
         (lambda: jlp.layouts.swizzle(SCALES == SCALES), ValueError, "^swizzle: scale has .* bool; needs"),
         (lambda: jlp.layouts.swizzle(X.astype("int4")), ValueError, "^swizzle: scale has .* int4; needs"),
         (lambda: jlp.layouts.gemm_scales(jlp.quantize(X, jlp.Int4(16))), TypeError, "^gemm_scales: fmt=Int4.*; needs"),
-        (lambda: jlp.layouts.logical_scales(SCALES, jlp.MXFP8(), 16, 32), ValueError, "^logical_scales: .* need "),
-        (lambda: jlp.layouts.unswizzle(SCALES, 16, "1"), TypeError, "^unswizzle: columns='1'; needs an int"),
+        (
+            lambda: jlp.layouts.logical_scales(SCALES, jlp.MXFP8(), rows=16, columns=32),
+            ValueError,
+            "^logical_scales: .* need ",
+        ),
+        (
+            lambda: jlp.layouts.unswizzle(SCALES, rows=16, columns="1"),
+            TypeError,
+            "^unswizzle: columns='1'; needs an int",
+        ),
         (lambda: jlp.moe.RoutingTape.of_layers(np.array(1)), TypeError, "^RoutingTape.of_layers: layers=.*; needs"),
         (lambda: jlp.moe.RoutingTape.afresh(2, 4.0, 2), TypeError, "^RoutingTape.afresh: tokens=4.0; needs an int"),
         (lambda: jlp.moe.dispatch([[0]], 2), TypeError, r"^dispatch: experts=\[\[0\]\]; needs int32"),

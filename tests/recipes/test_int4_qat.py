@@ -162,7 +162,7 @@ class TestPolicy:
         }
 
         @functools.partial(jax.jit, static_argnames=("name", "recipe"))
-        def step(name="", recipe=...):
+        def step(name="", recipe=jlp.FROM_CONTEXT):
             y, pullback = jax.vjp(lambda x, w: functions[call](x, w, name=name, recipe=recipe), x, w)
             return y, *pullback(dy.astype(y.dtype))
 
@@ -190,7 +190,7 @@ class TestForward:
         x, w, _ = operands((tokens, 64, 48), dtype)
         bias, recipe = random_array((48,), "float32", 3), jlp.WeightQAT(fmt)
         q = jlp.quantize(served(w, fmt), fmt, axis=-2)
-        expected = jlp.scaled_matmul(x, q.mT, bias, out_dtype=dtype)
+        expected = jlp.scaled_matmul(x, q.mT, bias, preferred_element_type=dtype)
 
         def train(x, w, bias):
             return jlp.linear(x, w, bias, recipe=recipe)
@@ -304,7 +304,7 @@ class TestBackward:
     def test_clipped_is_masked_where_fake_quantize_masks(self, fmt):
         x, w, dy = operands()
         w = np.round(np.asarray(w) * 16) / 16 + np.float32((fmt.element == "int4") * 0.4)  # ties; groups off centre
-        mask = np.asarray(jax.jit(jax.grad(lambda w: jlp.fake_quantize(w, fmt, -2, "clipped").sum()))(w))
+        mask = np.asarray(jax.jit(jax.grad(lambda w: jlp.fake_quantize(w, fmt, axis=-2, ste="clipped").sum()))(w))
         assert np.any(mask == 0) == (fmt != jlp.Int4(32))
         dx, dw = self.gradients(jlp.WeightQAT(fmt), x, w, dy)
         clipped = self.gradients(jlp.WeightQAT(fmt, ste="clipped"), x, w, dy)

@@ -99,7 +99,7 @@ class TestLayers:
 class Model(nn.Module):
     """Two blocks and a head; with `recipes`, each has a recipe of its own."""
 
-    recipes: tuple = (...,) * 3
+    recipes: tuple = (jlp.FROM_CONTEXT,) * 3
 
     @nn.compact
     def __call__(self, x):

@@ -135,7 +135,10 @@ class TestForwardOverride:
         explained = jlp.explain(jlp.nnx.Linear(64, 48, rngs=nnx.Rngs(0)), recipe)
         assert "fprop -, dgrad NVFP4 16x16  fprop -, wgrad NVFP4 1x16  NVFP4 1x16" in str(explained)
         assert explained.formats == {"": None}
-        assert "fprop in high precision: XLA; dgrad NVFP4 1x16 by NVFP4 16x16" in jlp.supported(recipe, "cpu").reason
+        assert (
+            "fprop in high precision: XLA; dgrad NVFP4 1x16 by NVFP4 16x16"
+            in jlp.supported(recipe, platform="cpu").reason
+        )
 
     @pytest.mark.parametrize("value", ["dequantized", "bf16", True])
     def test_has_one_value(self, value):

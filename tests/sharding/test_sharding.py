@@ -32,25 +32,25 @@ RANDOM = {"rounding": "stochastic", "key": np.array([3, 5], np.uint32)}
 DRAWN, SIGN_KEY = jlp.Hadamard(16, "drawn"), np.array([1, 2], np.uint32)
 OPERATIONS = {
     "rowwise": lambda x: jlp.quantize(x, ROW),
-    "columnwise": lambda x: jlp.quantize(x, ROW, -2),
-    "rowwise-rotated": lambda x: jlp.quantize(x, ROW, -1, True),
-    "columnwise-rotated": lambda x: jlp.quantize(x, ROW, -2, True),
+    "columnwise": lambda x: jlp.quantize(x, ROW, axis=-2),
+    "rowwise-rotated": lambda x: jlp.quantize(x, ROW, axis=-1, hadamard=True),
+    "columnwise-rotated": lambda x: jlp.quantize(x, ROW, axis=-2, hadamard=True),
     "both": lambda x: jlp.quantize_both(x, ROW),
-    "both-rotated": lambda x: jlp.quantize_both(x, ROW, True),
+    "both-rotated": lambda x: jlp.quantize_both(x, ROW, hadamard_columnwise=True),
     "tiles": lambda x: jlp.quantize(x, TILES),
     "both-tiles": lambda x: jlp.quantize_both(x, TILES),
     "stochastic": lambda x: jlp.quantize(x, ROW, **RANDOM),
-    "stochastic-columnwise-rotated": lambda x: jlp.quantize(x, ROW, -2, True, **RANDOM),
-    "stochastic-both-rotated": lambda x: jlp.quantize_both(x, ROW, True, **RANDOM),
+    "stochastic-columnwise-rotated": lambda x: jlp.quantize(x, ROW, axis=-2, hadamard=True, **RANDOM),
+    "stochastic-both-rotated": lambda x: jlp.quantize_both(x, ROW, hadamard_columnwise=True, **RANDOM),
     "stochastic-tiles": lambda x: jlp.quantize_both(x, TILES, **RANDOM),
     "dequantize": lambda x: jlp.quantize(x, ROW).dequantize(),
-    "dequantize-columnwise-rotated": lambda x: jlp.quantize(x, ROW, -2, True).dequantize(),
-    "dequantize-tiles": lambda x: jlp.quantize(x, TILES, -2).dequantize(jnp.float32),
+    "dequantize-columnwise-rotated": lambda x: jlp.quantize(x, ROW, axis=-2, hadamard=True).dequantize(),
+    "dequantize-tiles": lambda x: jlp.quantize(x, TILES, axis=-2).dequantize(jnp.float32),
     "hadamard": lambda x: jlp.hadamard_transform(x),
-    "hadamard-columns-inverse": lambda x: jlp.hadamard_transform(x, -2, inverse=True),
+    "hadamard-columns-inverse": lambda x: jlp.hadamard_transform(x, axis=-2, inverse=True),
     "hadamard-drawn": lambda x: jlp.hadamard_transform(x, signs="drawn", sign_key=SIGN_KEY),
-    "drawn-columnwise": lambda x: jlp.quantize(x, ROW, -2, DRAWN, sign_key=SIGN_KEY),
-    "dequantize-drawn": lambda x: jlp.quantize(x, ROW, -1, DRAWN, sign_key=SIGN_KEY).dequantize(),
+    "drawn-columnwise": lambda x: jlp.quantize(x, ROW, axis=-2, hadamard=DRAWN, sign_key=SIGN_KEY),
+    "dequantize-drawn": lambda x: jlp.quantize(x, ROW, axis=-1, hadamard=DRAWN, sign_key=SIGN_KEY).dequantize(),
 }
 EVERYWHERE = ("stochastic-both-rotated", "both-tiles", "dequantize")
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
@@ -131,7 +131,7 @@ class TestShapes:
     @by_axis_type
     def test_keys_of_signs_are_split_with_their_matrices(self, axis_type):
         def run(x, keys):
-            q = jlp.quantize(x, ROW, -2, jlp.Hadamard(32, "drawn"), sign_key=keys)
+            q = jlp.quantize(x, ROW, axis=-2, hadamard=jlp.Hadamard(32, "drawn"), sign_key=keys)
             return q, q.dequantize()
 
         x, keys = random_array((4, 32, 64)), np.arange(8, dtype=np.uint32).reshape(4, 2)
@@ -172,7 +172,7 @@ class TestPlaces:
     def test_results_stay_where_their_operand_is(self, axis_type):
         mesh = mesh_of((2, 4), axis_type)
         row = jlp.quantize(place(random_array((64, 128)), mesh, P("a", "b")), ROW)
-        column = jlp.quantize(place(random_array((128, 64)), mesh, P("b", "a")), ROW, -2, True)
+        column = jlp.quantize(place(random_array((128, 64)), mesh, P("b", "a")), ROW, axis=-2, hadamard=True)
         for leaf, spec in (
             (row.data, P("a", "b")),
             (row.scale, P("a", "b")),
@@ -196,7 +196,9 @@ class TestMatmul:
     def function(self, formats=(ROW, TILES), **options):
         def run(x, w, bias, accumulate):
             a, b = (jlp.quantize(v, f) for v, f in zip((x, w), formats, strict=True))
-            return jlp.scaled_matmul(a, b, bias, "gelu", accumulate, return_pre_activation=True, **options)
+            return jlp.scaled_matmul(
+                a, b, bias, activation="gelu", accumulate=accumulate, return_pre_activation=True, **options
+            )
 
         return run
 
@@ -231,7 +233,10 @@ class TestMatmul:
     )
     def test_a_split_contraction_adds_the_epilogue_once(self, sizes, x_spec, w_spec, implementation, axis_type):
         """Partial sums meet in another order, so results agree to float32's rounding, not in bytes."""
-        args, function = self.operands(), self.function(out_dtype=jnp.float32, implementation=implementation)
+        args, function = (
+            self.operands(),
+            self.function(preferred_element_type=jnp.float32, implementation=implementation),
+        )
         result, _ = on_mesh(function, args, (x_spec, w_spec, P(), P()), mesh_of(sizes, axis_type))
         for actual, wanted in zip(result, jax.jit(function)(*args), strict=True):
             assert actual.dtype == wanted.dtype
@@ -285,7 +290,9 @@ class TestShardMap:
         mesh, x, amax = mesh_of((2, 4), axis_type), random_array((64, 128)), jnp.float32(40)
 
         def quantize(x, key, amax, offset=(0, 0)):
-            q = jlp.quantize(x, ROW, axis, axis == -2, "stochastic", key, amax, offset=offset)
+            q = jlp.quantize(
+                x, ROW, axis=axis, hadamard=axis == -2, rounding="stochastic", key=key, amax=amax, offset=offset
+            )
             return q.data, q.scale
 
         def local(x, key, amax):
@@ -331,12 +338,12 @@ class TestShardMap:
 
         def local(x, w):
             a, b = jlp.quantize(x, ROW, amax=amax_x), jlp.quantize(w, ROW, amax=amax_w)
-            return jax.lax.psum(jlp.scaled_matmul(a, b, out_dtype=jnp.float32), "b")
+            return jax.lax.psum(jlp.scaled_matmul(a, b, preferred_element_type=jnp.float32), "b")
 
         function = jax.shard_map(
             local, mesh=mesh, in_specs=(P("a", "b"), P(None, "b")), out_specs=P("a"), check_vma=check_vma
         )
-        wanted = jlp.scaled_matmul(a, b, out_dtype=jnp.float32)
+        wanted = jlp.scaled_matmul(a, b, preferred_element_type=jnp.float32)
         np.testing.assert_allclose(jax.jit(function)(x, w), wanted, rtol=1e-5, atol=1e-5)
 
     @by_axis_type

@@ -104,7 +104,9 @@ class TestMatmul:
     def function(self, pair):
         def run(x, w, bias):
             a, b = (jlp.quantize(v, f) for v, f in zip((x, w), pair, strict=True))
-            return jlp.scaled_matmul(a, b, bias, "gelu", out_dtype=jnp.float32, return_pre_activation=True)
+            return jlp.scaled_matmul(
+                a, b, bias, activation="gelu", preferred_element_type=jnp.float32, return_pre_activation=True
+            )
 
         return run
 

@@ -40,7 +40,7 @@ class TestEveryOp:
     @pytest.mark.parametrize("fmt", ONE_OF_EACH, ids=str)
     def test_sums_of_every_format(self, fmt, axis):
         x = jnp.ones((48, 80), jnp.bfloat16)
-        q = jax.eval_shape(lambda: jlp.quantize(x, fmt, axis))
+        q = jax.eval_shape(lambda: jlp.quantize(x, fmt, axis=axis))
         leaves = [leaf for leaf in (q.data, q.scale, q.amax) if leaf is not None]
         with claiming_cuda():
             op = sums_op(fmt, axis == -2, ragged_of(fmt, x.shape, axis == -2), "ffi")

@@ -195,7 +195,7 @@ class TestTransformations:
 
         def block(total, layer):
             w, sizes, index = layer
-            with jlp.telemetry.stacked(index, 2):
+            with jlp.telemetry.stacked(index, of=2):
                 return total + loss(w, X, sizes), None
 
         def function(stack, x):

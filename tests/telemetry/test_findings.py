@@ -11,7 +11,7 @@ import pytest
 
 import jaxlowprec as jlp
 from jaxlowprec.ops.statistics.finish import LENGTH, SCALARS
-from jaxlowprec.telemetry.findings import Limits, _usual, findings
+from jaxlowprec.telemetry.limits import Limits, _usual, findings
 from jaxlowprec.telemetry.measures import Statistics, of_gemm
 from jaxlowprec.telemetry.recording import Record, Run
 

@@ -11,7 +11,7 @@ import pytest
 import jaxlowprec as jlp
 from jaxlowprec.layers import delayed_scaling
 from jaxlowprec.recipes.roles import GEMMS
-from jaxlowprec.telemetry.findings import findings
+from jaxlowprec.telemetry.limits import findings
 from tests.helpers import random_array
 from tests.low_precision import STRUCTURES, state_for
 

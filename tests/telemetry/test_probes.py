@@ -155,7 +155,7 @@ class TestTransformations:
             params, index = params_and_index
             if not place:
                 return x + model(params, x), None
-            with jlp.telemetry.stacked(index, 3):
+            with jlp.telemetry.stacked(index, of=3):
                 return x + model(params, x), None
 
         x, _ = jax.lax.scan(jax.checkpoint(block) if remat else block, x, (stack, jnp.arange(3)))
@@ -340,7 +340,7 @@ class TestErrors:
 
     def test_a_name_within_and_without_a_stack(self):
         def function(params, x):
-            with jlp.telemetry.stacked(0, 2):
+            with jlp.telemetry.stacked(0, of=2):
                 y = model(params, x)
             return y + model(params, x)
 
@@ -352,7 +352,7 @@ class TestErrors:
         with pytest.raises(TypeError, match=needs), jlp.telemetry.collecting(3):
             pass
         needs = "telemetry.stacked: of=0; needs the number of layers"
-        with pytest.raises(ValueError, match=needs), jlp.telemetry.stacked(0, 0):
+        with pytest.raises(ValueError, match=needs), jlp.telemetry.stacked(0, of=0):
             pass
         with (
             pytest.raises(ValueError, match="layer 'up' needs telemetry of shapes"),

@@ -65,7 +65,7 @@ def expected(x, q):
     """The statistics by numpy, in float64, from the definitions."""
     fmt = q.format
     x = np.where(np.abs(x) < 2.0**-126, 0, x).astype(np.float64)
-    decoded = np.float64(jlp.dequantize(q, jnp.float32))
+    decoded = np.float64(jlp.dequantize(q, dtype=jnp.float32))
     finite = np.isfinite(x)
     known = finite & np.isfinite(decoded)
     kept, error = np.where(known, x, 0), np.where(known, decoded, 0) - np.where(known, x, 0)
@@ -141,7 +141,7 @@ def test_saturation_counts_what_lies_beyond_the_largest_code(fmt):
         highest, lowest = (15 - zero) * steps, (0 - zero) * steps
     else:
         element = {"e2m1": ml_dtypes.float4_e2m1fn, "e4m3": ml_dtypes.float8_e4m3fn, "e5m2": ml_dtypes.float8_e5m2}
-        codes = np.float64(jlp.dequantize(q, jnp.float32))
+        codes = np.float64(jlp.dequantize(q, dtype=jnp.float32))
         largest = float(ml_dtypes.finfo(element[fmt.element]).max)
         scale = np.ones((1, 1)) * np.float64(np.asarray(q.scale).astype(np.float32))
         height, length = block_shape(fmt)
@@ -150,7 +150,7 @@ def test_saturation_counts_what_lies_beyond_the_largest_code(fmt):
         lowest = -highest
         assert np.all(np.abs(codes) <= highest * (1 + 1e-6))
     beyond = (np.float64(x) > highest * (1 + 1e-6)) | (np.float64(x) < lowest * (1 + 1e-6))
-    beyond &= np.float64(jlp.dequantize(q, jnp.float32)) != 0  # what becomes zero underflows
+    beyond &= np.float64(jlp.dequantize(q, dtype=jnp.float32)) != 0  # what becomes zero underflows
     assert abs(float(measured(x, q).saturation) - beyond.mean()) <= 2 / x.size
     assert fmt.scaling != "e8m0" or fmt.scale_rule == "floor" or not beyond.any()
 
@@ -176,7 +176,9 @@ class TestWhatWasRounded:
     def test_a_rotated_array_is_measured_rotated(self, size, columns):
         x = random_array((ROWS, columns), "float32", 2)
         rotation = jlp.Hadamard(size)
-        rotated = jlp.hadamard_transform(np.pad(x, ((0, 0), (0, -columns % size))), -1, size, rotation.signs)
+        rotated = jlp.hadamard_transform(
+            np.pad(x, ((0, 0), (0, -columns % size))), axis=-1, size=size, signs=rotation.signs
+        )
         actual = measured(x, jlp.quantize(x, jlp.MXFP4(), hadamard=rotation)).scalars()
         wanted = measured(rotated, jlp.quantize(rotated, jlp.MXFP4())).scalars()
         for name in ("outliers", "rms"):  # those of the array before its rotation

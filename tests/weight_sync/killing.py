@@ -96,7 +96,7 @@ def trainer(kind, folder):
             with contextlib.closing(transport):
                 while True:
                     version = transport.version(PATIENCE) + 1
-                    push(WeightSource(tree(version)), transport, version, max_bytes=4 * SIZE, timeout=PATIENCE)
+                    push(WeightSource(tree(version)), transport, version=version, max_bytes=4 * SIZE, timeout=PATIENCE)
         time.sleep(0.002)
 
 

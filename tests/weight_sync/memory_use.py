@@ -75,11 +75,11 @@ def main(kind, mebibytes, bucket_mebibytes, folder):
     arrays = dict(tree((mebibytes << 20) // ARRAY_BYTES, 1))
     forget_peak()
     before = status("VmRSS")
-    push(WeightSource(arrays), transport, 1, max_bytes=bucket_mebibytes << 20, timeout=100)
+    push(WeightSource(arrays), transport, version=1, max_bytes=bucket_mebibytes << 20, timeout=100)
     assert os.read(answered, 1) == b"."
     for array in arrays.values():
         array += 1000
-    push(WeightSource(arrays), transport, 2, max_bytes=bucket_mebibytes << 20, timeout=100)
+    push(WeightSource(arrays), transport, version=2, max_bytes=bucket_mebibytes << 20, timeout=100)
     peak = status("VmHWM")
     said = b""
     while not said.endswith(b"\n"):

@@ -19,7 +19,7 @@ KERNELS, KEY = jlp.disabled_checks(), jax.random.key(1)
 @jax.jit
 def every_op(x):
     """The library's ops in one function."""
-    row, column = jlp.quantize_both(x, jlp.NVFP4(), True)
+    row, column = jlp.quantize_both(x, jlp.NVFP4(), hadamard_columnwise=True)
     rotated = jlp.hadamard_transform(x)
     random = jlp.quantize(rotated, jlp.NVFP4(), rounding="stochastic", key=jax.random.key(1))
     y = jlp.scaled_matmul(row, jlp.quantize(jnp.ones((32, x.shape[-1])), jlp.NVFP4((16, 16))))
@@ -73,8 +73,10 @@ def test_serialized_and_back():
 
 SERVED = {
     **{str(fmt): lambda w, fmt=fmt: jlp.quantize(w, fmt, axis=-2) for fmt in (*ONE_OF_EACH, *CHOSEN_SCALES)},
-    "rotated": lambda w: jlp.quantize(w, jlp.NVFP4(), -2, jlp.Hadamard(32, (1, -1))),
-    "signs drawn": lambda w: jlp.quantize(w, jlp.NVFP4(), -2, jlp.Hadamard(32, "drawn"), sign_key=jax.random.key(1)),
+    "rotated": lambda w: jlp.quantize(w, jlp.NVFP4(), axis=-2, hadamard=jlp.Hadamard(32, (1, -1))),
+    "signs drawn": lambda w: jlp.quantize(
+        w, jlp.NVFP4(), axis=-2, hadamard=jlp.Hadamard(32, "drawn"), sign_key=jax.random.key(1)
+    ),
     "vector": lambda w: jlp.quantize(w[0], jlp.MXFP8("e5m2")),
     "batch": lambda w: jlp.quantize(jnp.stack([w, w]), jlp.NVFP4()),
     "kernel": lambda w: jlp.quantize_kernel(w, jlp.NVFP4BlockScaling()),

@@ -41,7 +41,14 @@ print(json.dumps(report))
 
 def digests(implementation=None):
     x = jnp.asarray(golden_input((48, 80), 11)).astype("bfloat16")
-    both = jlp.quantize_both(x, jlp.NVFP4(), True, "stochastic", jax.random.key(2), implementation)
+    both = jlp.quantize_both(
+        x,
+        jlp.NVFP4(),
+        hadamard_columnwise=True,
+        rounding="stochastic",
+        key=jax.random.key(2),
+        implementation=implementation,
+    )
     return [digest(leaf) for leaf in jax.tree.leaves(both)] + [digest(both[1].dequantize())]
 
 

@@ -111,8 +111,8 @@ class Report:
 
 
 @dataclasses.dataclass(frozen=True)
-class Run:
-    """How a conversion is carried out.
+class ConvertOptions:
+    """How a conversion is carried out: in parallel, on trial, verified.
 
     Attributes:
         workers: how many tensors are converted, and are in memory, at a time.
@@ -165,8 +165,8 @@ def convert(
     include: Sequence[str] = (),
     defaults: Sequence[str] = DEFAULTS,
     leave_unfit: bool = False,
-    calibration: Calibrator | None = None,
-    run: Run = Run(),  # noqa: B008 (frozen)
+    calibration: Calibrating | None = None,
+    options: ConvertOptions = ConvertOptions(),  # noqa: B008 (frozen)
 ) -> Report:
     """Quantises a checkpoint.
 
@@ -181,18 +181,18 @@ def convert(
         leave_unfit: leave weights alone that the scheme cannot hold, instead of raising an error.
         calibration: chooses codes and scales of INT4 and NVFP4 by a text, see `calibration.Calibration`; None: they are
             chosen by the weights alone.
-        run: how the conversion is carried out.
+        options: how the conversion is carried out.
 
     Raises:
         CheckpointError: the source, the destination or the rules do not allow it; see `plan_quantization`.
     """
     rules = Rules(tuple(ignore), tuple(include), tuple(defaults))
     choice = Choice(scheme, tuple((overrides or {}).items()))
-    if not run.dry_run:
+    if not options.dry_run:
         on_the_cpu()  # raises at once if JAX cannot use the CPU
     with CheckpointFolder(source) as opened:
         plan = plan_quantization(opened, choice, rules, leave_unfit)
-        options = {
+        choices = {
             "command": "convert",
             "scheme": repr(scheme),
             "ignore": list(rules.ignore),
@@ -201,22 +201,28 @@ def convert(
             "leave_unfit": leave_unfit,
         }
         if choice.overrides:
-            options["overrides"] = [[rule, repr(other)] for rule, other in choice.overrides]
+            choices["overrides"] = [[rule, repr(other)] for rule, other in choice.overrides]
         prepared = None
         if calibration is not None:
             prepared = calibration.prepare(plan, opened)
-            options["calibration"] = prepared.options
-        return _carry_out(plan, opened, pathlib.Path(destination), options, run, prepared)
+            choices["calibration"] = prepared.options
+        return _carry_out(plan, opened, pathlib.Path(destination), choices, options, prepared)
 
 
-def dequantize(source: Path, destination: Path, *, dtype: str = "bfloat16", run: Run = Run()) -> Report:  # noqa: B008
+def dequantize(
+    source: Path,
+    destination: Path,
+    *,
+    dtype: str = "bfloat16",
+    options: ConvertOptions = ConvertOptions(),  # noqa: B008 (frozen)
+) -> Report:
     """The inverse of `convert`: a plain checkpoint from a quantised one, with every weight as an engine decodes it.
 
     Arguments:
         source: folder of a checkpoint in one of the formats of `schemes`.
         destination: as in `convert`.
         dtype: the dtype of the weights: "bfloat16", "float16" or "float32".
-        run: how the conversion is carried out.
+        options: how the conversion is carried out.
 
     Raises:
         CheckpointError: the source is not quantised, its tensors are not what its config says, or the destination is
@@ -225,8 +231,8 @@ def dequantize(source: Path, destination: Path, *, dtype: str = "bfloat16", run:
     with CheckpointFolder(source) as opened:
         scheme = scheme_of(opened)
         plan = plan_dequantization(opened, scheme, dtype)
-        options = {"command": "dequantize", "scheme": repr(scheme), "dtype": dtype}
-        return _carry_out(plan, opened, pathlib.Path(destination), options, run)
+        choices = {"command": "dequantize", "scheme": repr(scheme), "dtype": dtype}
+        return _carry_out(plan, opened, pathlib.Path(destination), choices, options)
 
 
 def _all_finished(plan: Plan, destination: pathlib.Path) -> bool:
@@ -237,35 +243,35 @@ def _carry_out(
     plan: Plan,
     source: CheckpointFolder,
     destination: pathlib.Path,
-    options: dict[str, Any],
-    run: Run,
-    calibration: PreparedCalibration | None = None,
+    choices: dict[str, Any],
+    options: ConvertOptions,
+    calibration: Prepared | None = None,
 ) -> Report:
     started = time.perf_counter()
     check_apart(source.path, destination)
     copied, left_out = other_files(source, plan.drop_files)
     for path in [*map(pathlib.Path, own_files(source)), *copied]:
-        real_path(source.path, path, run.follow_links)
+        real_path(source.path, path, options.follow_links)
     report = dataclasses.replace(
         Report.of_plan(plan), copied=[str(path) for path in copied], left_out=[str(path) for path in left_out]
     )
-    wanted = fingerprint(source, options)
-    if run.dry_run:
+    wanted = fingerprint(source, choices)
+    if options.dry_run:
         check_claim(destination, wanted)
         return report
     verified, found = None, None
     with claimed(destination, wanted):
-        if calibration is not None and (run.verify or not _all_finished(plan, destination)):
-            counter = jobs.Counter(plan.source_bytes, "calibrating", run.progress)
+        if calibration is not None and (options.verify or not _all_finished(plan, destination)):
+            counter = engine.Counter(plan.source_bytes, "calibrating", options.progress)
             plan, found = calibration.choose(plan, source, destination, counter.add)
-        kept = write_shards(plan, source, destination, run.workers, run.progress)
+        kept = write_shards(plan, source, destination, options.workers, options.progress)
         if source.indexed:
             write_index(destination, plan.shard_of, plan.output_bytes)
-        copy_files(source.path, destination, copied, run.follow_links)
+        copy_files(source.path, destination, copied, options.follow_links)
         write_json(destination / CONFIG_FILE, plan.config)
-        if run.verify:
+        if options.verify:
             with CheckpointFolder(destination) as made:
-                verified = compare_shards(plan, source, made, run.workers, run.progress)
+                verified = compare_shards(plan, source, made, options.workers, options.progress)
         check_unchanged(source, wanted)
     finished_before = set(kept)
     return dataclasses.replace(

@@ -104,7 +104,7 @@ def blocks_of_array(q: QuantizedArray) -> tuple[BlockType, np.ndarray]:
         raise CheckpointError(f"gguf: {error}; {_FITS}") from None
 
 
-def array_of_blocks(block_type: BlockType, blocks: np.ndarray, dtype: Any = "float16") -> QuantizedArray:
+def array_of_blocks(block_type: BlockType, blocks: np.ndarray, *, dtype: Any = "float16") -> QuantizedArray:
     """The blocks of a tensor of Q4_0 or MXFP4 as a QuantizedArray [N, K], with the same codes and scales.
 
     Arguments:

@@ -15,7 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from jaxlowprec.checkpoints.conversion.convert import Report, Run
+from jaxlowprec.checkpoints.conversion.convert import ConvertOptions, Report
+from jaxlowprec.checkpoints.conversion.engine import Counter, in_parallel
 from jaxlowprec.checkpoints.conversion.heads import shares_embedding
 from jaxlowprec.checkpoints.conversion.jobs import Counter, in_parallel
 from jaxlowprec.checkpoints.conversion.modules import QuantisedModule, naming, quantised_modules, scheme_of
@@ -100,7 +101,7 @@ def export_gguf(
     include: Sequence[str] = (),
     defaults: Sequence[str] = DEFAULTS,
     leave_unfit: bool = False,
-    run: Run = Run(),  # noqa: B008 (frozen)
+    options: ConvertOptions = ConvertOptions(),  # noqa: B008 (frozen)
 ) -> Report:
     """Writes a GGUF file for llama.cpp from a folder of Llama, Mistral, Mixtral, Qwen2, Qwen3 or Qwen3-MoE.
 
@@ -113,7 +114,7 @@ def export_gguf(
         scheme: quantise a plain folder on the way: `by_name("w4a16", group_size=32, scale_dtype="float16")` or
             `by_name("mxfp4")`.
         ignore, include, defaults, leave_unfit: what `scheme` leaves alone; see `checkpoints.convert`.
-        run: how the conversion is carried out.
+        options: how the conversion is carried out.
 
     Raises:
         CheckpointError: another family or scheme, scales that are no float16 numbers, tensors that llama.cpp has no
@@ -156,9 +157,9 @@ def export_gguf(
             source_bytes=sum(piece.source_bytes for piece in pieces),
             output_bytes=sum(spec.nbytes for spec in specs.values()),
         )
-        if run.dry_run:
+        if options.dry_run:
             return report
-        verified = _carry_out(model.folder, path, (pieces, specs, metadata), run)
+        verified = _carry_out(model.folder, path, (pieces, specs, metadata), options)
     seconds = time.perf_counter() - started
     return dataclasses.replace(report, written=[path.name], verified=verified, seconds=seconds)
 
@@ -179,7 +180,7 @@ def _carry_out(
     folder: CheckpointFolder,
     path: pathlib.Path,
     planned: tuple[Sequence[_Piece], Mapping[str, TensorSpec], Mapping[str, Value]],
-    run: Run,
+    options: ConvertOptions,
 ) -> int | None:
     """Writes the file and compares it if that is asked for; returns the number of tensors compared."""
     pieces, specs, metadata = planned
@@ -188,18 +189,18 @@ def _carry_out(
     if needed > free:
         raise CheckpointError(f"{path}: needs {needed} bytes, only {free} are free on its disk; free some first")
     with GGUFWriter(path, specs, metadata) as writer:
-        counter = Counter(total, "converting", run.progress)
+        counter = Counter(total, "converting", options.progress)
 
         def write(piece: _Piece) -> None:
             writer.write(piece.place.tensor, piece.make(), piece.place.part)
             counter.add(piece.source_bytes)
 
-        in_parallel(write, pieces, run.workers)
+        in_parallel(write, pieces, options.workers)
         check_unchanged(folder, before)
-    if not run.verify:
+    if not options.verify:
         return None
     with GGUFFile(path) as made:
-        counter = Counter(total, "verifying", run.progress)
+        counter = Counter(total, "verifying", options.progress)
 
         def compare(piece: _Piece) -> None:
             expected = np.ascontiguousarray(piece.make()).reshape(-1).view(np.uint8)
@@ -207,7 +208,7 @@ def _carry_out(
                 raise CheckpointError(f"{path}: tensor {piece.place.tensor!r} differs from the source's; convert again")
             counter.add(piece.source_bytes)
 
-        in_parallel(compare, pieces, run.workers)
+        in_parallel(compare, pieces, options.workers)
     return len(specs)
 
 

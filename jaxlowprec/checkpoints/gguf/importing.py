@@ -13,9 +13,9 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from jaxlowprec.checkpoints.conversion.convert import Report, Run
-from jaxlowprec.checkpoints.conversion.jobs import compare_shards, write_shards
-from jaxlowprec.checkpoints.conversion.plan import Arrays, Job, LeftModule, Plan
+from jaxlowprec.checkpoints.conversion.convert import ConvertOptions, Report
+from jaxlowprec.checkpoints.conversion.engine import compare_shards, write_shards
+from jaxlowprec.checkpoints.conversion.plan import Arrays, Job, Left, Plan
 from jaxlowprec.checkpoints.conversion.resume import check_apart, check_claim, claimed
 from jaxlowprec.checkpoints.conversion.rules import splits
 from jaxlowprec.checkpoints.errors import CheckpointError, brief
@@ -63,7 +63,7 @@ def import_gguf(
     *,
     dtype: str | None = None,
     keep: bool = True,
-    run: Run = Run(),  # noqa: B008 (frozen)
+    options: ConvertOptions = ConvertOptions(),  # noqa: B008 (frozen)
 ) -> Report:
     """Makes a Hugging Face folder from a GGUF file of Llama, Mixtral, Qwen2, Qwen3 or Qwen3-MoE.
 
@@ -77,7 +77,7 @@ def import_gguf(
             it stay float32.
         keep: keep the codes and scales of Q4_0 (`w4a16`, groups of 32, float16 scales) or MXFP4 (`mxfp4`). Other
             types, and the embedding and the head, are decoded. False: decode everything.
-        run: how the conversion is carried out.
+        options: how the conversion is carried out.
 
     Raises:
         CheckpointError: another family, a type that is not decoded, tensors that are missing or have no name in Hugging
@@ -92,18 +92,18 @@ def import_gguf(
         plan = _planned(model)
         wanted = _fingerprint(file, {"command": "import_gguf", "dtype": dtype, "keep": keep})
         report = Report.of_plan(plan, f"GGUF to {model.scheme.name if model.scheme else 'plain weights'}")
-        if run.dry_run:
+        if options.dry_run:
             check_claim(path, wanted)
             return report
         verified = None
         with claimed(path, wanted):
-            kept = write_shards(plan, None, path, run.workers, run.progress)
+            kept = write_shards(plan, None, path, options.workers, options.progress)
             if len(plan.shards) > 1:
                 write_index(path, plan.shard_of, plan.output_bytes)
             write_json(path / CONFIG_FILE, plan.config)
-            if run.verify:
+            if options.verify:
                 with CheckpointFolder(path) as made:
-                    verified = compare_shards(plan, None, made, run.workers, run.progress)
+                    verified = compare_shards(plan, None, made, options.workers, options.progress)
             if _fingerprint(file, wanted["options"]) != wanted:
                 raise CheckpointError(f"{file.path}: changed while it was converted; remove {path}, and convert again")
     written = [shard for shard in plan.shards if shard not in kept]

@@ -21,6 +21,7 @@ COLDEST = 1e-6
 
 SMALLEST_PREFILL, SMALLEST_SPAN = 16, 256
 CACHES = ("float32", "bfloat16", *EIGHT_BITS)
+"""The dtypes that a cache can have."""
 
 
 def token_rows(who: str, prompts: Any, vocabulary: int, places: int, count: int = 0) -> list[np.ndarray]:

@@ -68,9 +68,8 @@ def mixture_of(parts: Parts) -> jlp.nnx.MoE:
         experts.width,
         top_k=experts.per_token,
         shared_hidden_features=experts.shared,
-        routing=experts.routing,
+        routing=dataclasses.replace(experts.routing, logit_bias=experts.bias),
         use_bias=experts.bias,
-        router_bias=experts.bias,
         **options,
     )
 

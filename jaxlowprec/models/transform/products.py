@@ -221,7 +221,7 @@ def multiply(eqn: Any, product: Product, operands: list[Any], master: Any, recip
     out_dtype, name = eqn.outvars[0].aval.dtype, product.weight.name
     options: Any = {"recipe": recipe, "name": name, "precision": eqn.params["precision"]}
     if product.grouped:
-        y = grouped_matmul(operands[0], master, operands[2], out_dtype=out_dtype, state=state, **options)
+        y = grouped_matmul(operands[0], master, operands[2], preferred_element_type=out_dtype, state=state, **options)
         return y if state is None else y[0]
     if product.convolution:
         order = to_the_equations_order(eqn)

@@ -19,7 +19,7 @@ from jaxlowprec.wiring.sharding_rule import resharded, sharding_of
 
 
 def gelu(
-    x: Float[Array, "..."], approximate: bool = True, *, implementation: Implementation = None
+    x: Float[Array, "..."], *, approximate: bool = True, implementation: Implementation = None
 ) -> Float[Array, "..."]:
     """The tanh form of GELU, x sigmoid(2 sqrt(2/pi) (x + 0.044715 x^3)).
 

@@ -47,13 +47,13 @@ from jaxlowprec.ops.quantize.random_bits import random_words
 def quantize(
     x: Float[Array, "*B M K"],
     fmt: Format,
+    *,
     axis: int = -1,
     hadamard: bool | Hadamard = False,
     rounding: Rounding = "nearest",
     key: jax.Array | None = None,
     amax: Float[Array, "*B"] | None = None,
     implementation: Implementation = None,
-    *,
     encode_scale: Float[Array, "*B"] | None = None,
     offset: tuple[int | jax.Array, int | jax.Array] = (0, 0),
     axis_name: Hashable | None = None,
@@ -135,7 +135,17 @@ def quantize(
             raise ValueError(f"{who}: x is a vector; {fmt} has two-dimensional blocks: use {needs}")
         options: dict[str, Any] = {"encode_scale": encode_scale, "offset": offset, "axis_name": axis_name}
         options["sign_key"] = sign_key
-        row = quantize(x[None], fmt, -1, hadamard, rounding, key, amax, implementation, **options)
+        row = quantize(
+            x[None],
+            fmt,
+            axis=-1,
+            hadamard=hadamard,
+            rounding=rounding,
+            key=key,
+            amax=amax,
+            implementation=implementation,
+            **options,
+        )
         scale = row.scale if fmt.scaling == "tensor" else row.scale[0]
         own: Any = row.amax
         own = own[0] if fmt.row_scaled else own
@@ -163,11 +173,11 @@ def quantize(
 def quantize_both(
     x: Float[Array, "*B M K"],
     fmt: Format,
+    *,
     hadamard_columnwise: bool | Hadamard = False,
     rounding: Rounding | tuple[Rounding, Rounding] = "nearest",
     key: jax.Array | None = None,
     implementation: Implementation = None,
-    *,
     amax: tuple[Float[Array, "*B"], Float[Array, "*B"]] | None = None,
     encode_scale: Float[Array, "*B"] | None = None,
     offset: tuple[int | jax.Array, int | jax.Array] = (0, 0),
@@ -225,9 +235,29 @@ def quantize_both(
         }
         amaxes = amax or (None, None)
         keys = [key if draws_bits(r) or row_rounding == column_rounding else None for r in roundings]
-        row = quantize(x, fmt, -1, False, row_rounding, keys[0], amaxes[0], implementation, **options)
+        row = quantize(
+            x,
+            fmt,
+            axis=-1,
+            hadamard=False,
+            rounding=row_rounding,
+            key=keys[0],
+            amax=amaxes[0],
+            implementation=implementation,
+            **options,
+        )
         options["sign_key"], rotated = sign_key, rotation or False
-        return row, quantize(x, fmt, -2, rotated, column_rounding, keys[1], amaxes[1], implementation, **options)
+        return row, quantize(
+            x,
+            fmt,
+            axis=-2,
+            hadamard=rotated,
+            rounding=column_rounding,
+            key=keys[1],
+            amax=amaxes[1],
+            implementation=implementation,
+            **options,
+        )
     tensors = [given_tensor(who, fmt, a, encode_scale, batch) for a in amax or (None, None)]
     words = random_words(who, row_rounding, key, batch)
     if axis_name is not None and tensors[0] is None and fmt.has_tensor_scale:
@@ -320,4 +350,6 @@ def _rotate_padded(
     padding = [(0, 0)] * x.ndim
     padding[axis] = (0, hadamard.padded(x.shape[axis]) - x.shape[axis])
     x = jnp.pad(x, padding)
-    return hadamard_transform(x, axis, hadamard.size, hadamard.signs, implementation=implementation, sign_key=signs)
+    return hadamard_transform(
+        x, axis=axis, size=hadamard.size, signs=hadamard.signs, implementation=implementation, sign_key=signs
+    )

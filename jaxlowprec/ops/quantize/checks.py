@@ -144,7 +144,7 @@ def checked_roundings(who: str, fmt: Format, rotation: Hadamard | None, rounding
     if row == "eden":
         raise ValueError(
             f'{who}: rounding="eden" of the rowwise result, which is not rotated; pass a pair such as '
-            '("nearest", "eden"), or call quantize(x, fmt, -1, hadamard=...) and quantize(x, fmt, -2, hadamard=...)'
+            '("nearest", "eden"), or call quantize(x, fmt, axis=-1, ...) and quantize(x, fmt, axis=-2, ...)'
         )
     return row, column
 

@@ -25,27 +25,28 @@ from jaxlowprec.wiring.sharding_rule import resharded
 
 
 def scaled_matmul(
-    a: QuantizedArray | Float[Array, "*B M K"],
-    b: QuantizedArray,
+    lhs: QuantizedArray | Float[Array, "*B M K"],
+    rhs: QuantizedArray,
     bias: Float[Array, "*B N"] | None = None,
+    *,
     activation: Activation = None,
     accumulate: Float[Array, "*B M N"] | None = None,
-    out_dtype: Any = jnp.bfloat16,
+    preferred_element_type: Any = jnp.bfloat16,
     implementation: Implementation = None,
-    *,
     return_pre_activation: bool = False,
     activation_input: Float[Array, "*B M N"] | None = None,
     out_sharding: NamedSharding | PartitionSpec | None = None,
     precision: Any = None,
 ) -> Float[Array, "*B M N"] | tuple[Float[Array, "*B M N"], Float[Array, "*B M N"]]:
-    """`a @ b.mT`, contracted over the quantised axis of both, accumulated in float32.
+    """`lhs @ rhs.mT`, contracted over the quantised axis of both, accumulated in float32.
 
-    acc -> * tensor scales -> + bias -> activation -> + accumulate -> one cast to `out_dtype`, each in float32. A row of
-    the result depends neither on the other rows nor on the number of threads. On the CPU the bytes are those of every
-    instruction set: between 4-bit operands exact within a block, sequential over blocks, by reference too; with 8-bit
-    ones a chain of multiply-adds along K, for Float8Block along each block. Not differentiable: `jaxlowprec.linear` is.
+    acc -> * tensor scales -> + bias -> activation -> + accumulate -> one cast to `preferred_element_type`, each in
+    float32. A row of the result depends neither on the other rows nor on the number of threads. On the CPU the bytes
+    are those of every instruction set: between 4-bit operands exact within a block, sequential over blocks, by
+    reference too; with 8-bit ones a chain of multiply-adds along K, for Float8Block along each block. Not
+    differentiable: `jaxlowprec.linear` is.
 
-    | a x b | blocks |
+    | lhs x rhs | blocks |
     |---|---|
     | NVFP4 x NVFP4 | 1x16 and 16x16 on either side, either one row-scaled |
     | MXFP8 x MXFP8, MXFP4 x MXFP4, and one of each | 1x32 and 32x32 on either side |
@@ -54,25 +55,25 @@ def scaled_matmul(
 
     E4M3 can be multiplied by E5M2, on either side; E5M2 by E5M2 cannot.
 
-    A plain `a` meets any quantised `b` (weight-only: W4A16, W8A16). b is decoded exactly, block scales included; the
-    tensor scale of NVFP4 and Float8Tensor follows the sum. Lane j of 16 sums k = j, j + 16, ... in order, by
+    A plain `lhs` meets any quantised `rhs` (weight-only: W4A16, W8A16). rhs is decoded exactly, block scales included;
+    the tensor scale of NVFP4 and Float8Tensor follows the sum. Lane j of 16 sums k = j, j + 16, ... in order, by
     multiply-adds from 0, and the lanes are added as a tree: j with j + 8, then + 4, + 2, + 1. So the bytes are the same
-    for every M, instruction set and number of threads, and for a bfloat16 or float16 `a` those of the reference.
+    for every M, instruction set and number of threads, and for a bfloat16 or float16 `lhs` those of the reference.
 
     Arguments:
-        a: [..., M, K], quantised along its last axis; or a plain bfloat16, float16 or float32 array.
-        b: [..., N, K], quantised along its last axis. A columnwise result of `quantize_both` is one as `.mT`. With a
-            plain `a` also [N, K]: one for all batch axes.
+        lhs: [..., M, K], quantised along its last axis; or a plain bfloat16, float16 or float32 array.
+        rhs: [..., N, K], quantised along its last axis. A columnwise result of `quantize_both` is one as `.mT`. With a
+            plain `lhs` also [N, K]: one for all batch axes.
         bias: [N] or [..., N], any float dtype.
         activation: None; "gelu" (tanh form); "dgelu": times its derivative at `activation_input`, for the backward pass
             of a linear followed by GELU.
         accumulate: [..., M, N], bfloat16, float16 or float32.
-        out_dtype: bfloat16, float16 or float32.
+        preferred_element_type: dtype of the result: bfloat16, float16 or float32.
         implementation: None, "ffi" or "reference".
-        return_pre_activation: also return what the activation was applied to, in `out_dtype`.
+        return_pre_activation: also return what the activation was applied to, in the result's dtype.
         activation_input: [..., M, N], for "dgelu": the pre-activation of the forward pass.
         out_sharding: of the result, in JAX's explicit-sharding mode, as for `jnp.matmul`. None: M and N are split as
-            the operands are, `a` first; if K is split, the sum is replicated.
+            the operands are, `lhs` first; if K is split, the sum is replicated.
         precision: as for `jax.lax.dot`. None and DEFAULT: the fastest. HIGH and HIGHEST: no FP8 or FP4 tensor cores on
             NVIDIA GPUs, of which some add up in fewer bits than float32; both operands are decoded to bfloat16 instead,
             which is exact and slower (docs/explanation/exact_sums.md). The CPU's bytes do not depend on it.
@@ -81,12 +82,13 @@ def scaled_matmul(
         [..., M, N]; with `return_pre_activation` a pair of it and the pre-activation.
 
     Raises:
-        TypeError: a `b` that is not quantised, or a dtype that does not fit.
+        TypeError: a `rhs` that is not quantised, or a dtype that does not fit.
         ValueError: operands whose arrays are not those of their format and shape, quantised along another axis, of
             different length or batch, by different scale rules, or rotated differently; an activation without its
             input, or the reverse.
         NotImplementedError: a pair of formats without a GEMM, `implementation="ffi"` where there is no kernel (or none
-            of this precision: of Float8Block without power-of-two scales), or a derivative with respect to a plain `a`.
+            of this precision: of Float8Block without power-of-two scales), or a derivative with respect to a plain
+            `lhs`.
 
     Source: numerics.md 9.
 
@@ -100,22 +102,22 @@ def scaled_matmul(
         "bias": bias,
         "activation": activation,
         "accumulate": accumulate,
-        "out_dtype": out_dtype,
+        "preferred_element_type": preferred_element_type,
         "return_pre_activation": return_pre_activation,
         "activation_input": activation_input,
         "out_sharding": out_sharding,
     }
     precision = checked_precision(who, precision)
     check_implementation(who, implementation)
-    if not isinstance(b, QuantizedArray):
-        raise TypeError(f"{who}: b is a {type(b).__name__}; needs a QuantizedArray: quantise it first")
-    check_quantized(who, "b", b)
-    if not isinstance(a, QuantizedArray):
-        return _results(weight_only_matmul(who, a, b, options, implementation), out_sharding)
-    check_quantized(who, "a", a)
-    _check_operands(who, a, b)
-    epilogue, extras = checked_epilogue(who, (*a.shape[:-1], b.matrix_shape[0]), **options)
-    out = _run(a, b, epilogue, extras, _Way(None, precision, implementation))
+    if not isinstance(rhs, QuantizedArray):
+        raise TypeError(f"{who}: rhs is a {type(rhs).__name__}; needs a QuantizedArray: quantise it first")
+    check_quantized(who, "rhs", rhs)
+    if not isinstance(lhs, QuantizedArray):
+        return _results(weight_only_matmul(who, lhs, rhs, options, implementation), out_sharding)
+    check_quantized(who, "lhs", lhs)
+    _check_operands(who, lhs, rhs)
+    epilogue, extras = checked_epilogue(who, (*lhs.shape[:-1], rhs.matrix_shape[0]), **options)
+    out = _run(lhs, rhs, epilogue, extras, _Way(None, precision, implementation))
     return _results(out, out_sharding)
 
 
@@ -126,7 +128,7 @@ def scaled_matmul_of_rows(
     *,
     rows_split: bool,
     accumulate: Float[Array, "*B M N"] | None = None,
-    out_dtype: Any,
+    preferred_element_type: Any,
     out_sharding: NamedSharding | PartitionSpec | None,
     precision: Any = None,
     sums: SumOverDevices = IN_FLOAT32,
@@ -134,7 +136,8 @@ def scaled_matmul_of_rows(
     """`scaled_matmul` whose rows may be split, and which says how devices add up their partial sums.
 
     Arguments:
-        a, b, bias, out_dtype, out_sharding, precision: see `scaled_matmul`.
+        a, b: its lhs and rhs.
+        bias, preferred_element_type, out_sharding, precision: see `scaled_matmul`.
         rows_split: the rows of `a` are split, [..., S, M, K], as `quantize(rows_split=True)` splits them: they are
             those of the matrix [..., S * M, K] where b is [..., N, K]. Where the rows of b are split too, [..., S, N,
             K], its columns are: M and N are lines, and the contraction is over S * K.
@@ -154,7 +157,8 @@ def scaled_matmul_of_rows(
         a, b = _of_one_tensor(a), _of_one_tensor(b) if both else b
     else:
         _check_operands(who, a, b)
-    options = {"accumulate": accumulate, "out_dtype": out_dtype, "out_sharding": out_sharding}
+    options: Any = {"accumulate": accumulate, "out_sharding": out_sharding}
+    options["preferred_element_type"] = preferred_element_type
     epilogue, extras = checked_epilogue(who, (*lines, b.matrix_shape[0]), bias=bias, **options)
     out = _run(a, b, epilogue, extras, _Way(split, checked_precision(who, precision), None, sums))
     return resharded(out[0], out_sharding)
@@ -263,8 +267,8 @@ def check_pair(who: str, a: Format, b: Format) -> None:
     """Raises unless there is a GEMM for operands of these formats."""
     if a.scaling != b.scaling:
         raise NotImplementedError(
-            f"{who}: a is {a} and b is {b}; there is no GEMM of formats scaled differently: quantise both alike, or "
-            "dequantise them and multiply in high precision"
+            f"{who}: lhs is {a} and rhs is {b}; there is no GEMM of formats scaled differently: quantise both alike, "
+            "or dequantise them and multiply in high precision"
         )
     if a.weight_only:
         raise NotImplementedError(
@@ -283,7 +287,7 @@ def check_pair(who: str, a: Format, b: Format) -> None:
         rules = getattr(a, field), getattr(b, field)
         if rules[0] != rules[1]:
             raise ValueError(
-                f"{who}: a has {field}={rules[0]!r} and b has {rules[1]!r}; quantise both by the same scale rule"
+                f"{who}: lhs has {field}={rules[0]!r} and rhs has {rules[1]!r}; quantise both by the same scale rule"
             )
 
 
@@ -291,13 +295,13 @@ def check_rotations(who: str, a: Hadamard | None, b: Hadamard | None) -> None:
     """Raises unless both operands are rotated alike."""
     if a != b:
         raise ValueError(
-            f"{who}: a has hadamard={a} and b has {b}; a rotation cancels only if both operands have it, with the same "
-            "signs"
+            f"{who}: lhs has hadamard={a} and rhs has {b}; a rotation cancels only if both operands have it, with the "
+            "same signs"
         )
 
 
 def _check_operands(who: str, a: QuantizedArray, b: QuantizedArray) -> None:
-    for name, q in (("a", a), ("b", b)):
+    for name, q in (("lhs", a), ("rhs", b)):
         if len(q.matrix_shape) != 2:
             raise ValueError(f"{who}: {name} has shape {q.shape}; needs two dimensions or more")
         if q.axis != -1:
@@ -308,9 +312,9 @@ def _check_operands(who: str, a: QuantizedArray, b: QuantizedArray) -> None:
     check_pair(who, a.format, b.format)
     if a.matrix_shape[-1] != b.matrix_shape[-1]:
         sizes = f"{a.matrix_shape[-1]} and {b.matrix_shape[-1]}"
-        raise ValueError(f"{who}: a {a.shape} and b {b.shape} differ in the contracted last axis: {sizes}")
+        raise ValueError(f"{who}: lhs {a.shape} and rhs {b.shape} differ in the contracted last axis: {sizes}")
     if a.shape[:-2] != b.shape[:-2]:
         raise ValueError(
-            f"{who}: a {a.shape} and b {b.shape} differ in their batch axes; broadcast them before quantising"
+            f"{who}: lhs {a.shape} and rhs {b.shape} differ in their batch axes; broadcast them before quantising"
         )
     check_rotations(who, a.hadamard, b.hadamard)

@@ -18,19 +18,20 @@ from jaxlowprec.ops.scaled_matmul.api import scaled_matmul
 
 
 def all_gather_matmul(
-    a: QuantizedArray, b: QuantizedArray, axis_name: Hashable, **options: Any
+    lhs: QuantizedArray, rhs: QuantizedArray, axis_name: Hashable, **options: Any
 ) -> Float[Array, "M_all N"]:
-    """`scaled_matmul(all_gather_quantized(a, axis_name), b)`, which multiplies each shard while the next one travels.
+    """`scaled_matmul(all_gather_quantized(lhs, axis_name), rhs)`; shards are multiplied while the next ones travel.
 
     The shards go around a ring of the devices: in each of n steps a device multiplies the shard that it has, and passes
     its codes and scales on. Rows of a product do not depend on each other, so the bits are those of the product of the
-    gathered array. For sequence parallelism: a is this device's part of the activations, b its part of the kernel.
+    gathered array. For sequence parallelism: lhs is this device's part of the activations, rhs its part of the
+    kernel.
 
     Arguments:
-        a: this device's shard [M, K], quantised rowwise.
-        b: [N, K], quantised along K, see `scaled_matmul`.
+        lhs: this device's shard [M, K], quantised rowwise.
+        rhs: [N, K], quantised along K, see `scaled_matmul`.
         axis_name: the mesh axis along which the shards lie, or a tuple of mesh axes with the major one first.
-        options: `bias`, `activation`, `out_dtype`, `implementation` and `precision` of `scaled_matmul`.
+        options: `bias`, `activation`, `preferred_element_type`, `implementation` and `precision` of `scaled_matmul`.
 
     Returns:
         [n * M, N] on each device, the rows in the order of the devices.
@@ -52,34 +53,39 @@ def all_gather_matmul(
     (8, 32)
     """
     who = "all_gather_matmul"
-    axes = _checked(who, a, b, axis_name, options)
+    axes = _checked(who, lhs, rhs, axis_name, options)
     devices, index = size_along(axes), jax.lax.axis_index(axes)
-    rows = a.shape[0]
+    rows = lhs.shape[0]
     whole: Any = None
     for step in range(devices):
-        y: Any = scaled_matmul(a, b, **options)
+        y: Any = scaled_matmul(lhs, rhs, **options)
         whole = _like(y, (devices * rows, y.shape[1])) if whole is None else whole
         place = (index - step) % devices * rows  # the shard came from as many devices before this one
         whole = jax.lax.dynamic_update_slice_in_dim(whole, y, place, axis=0)
         if step + 1 < devices:
-            a = jax.tree.map(lambda leaf: passed_on(leaf, axes), a)
+            lhs = jax.tree.map(lambda leaf: passed_on(leaf, axes), lhs)
     return whole
 
 
 def matmul_reduce_scatter(
-    a: QuantizedArray, b: QuantizedArray, axis_name: Hashable, *, out_dtype: Any = jnp.bfloat16, **options: Any
+    lhs: QuantizedArray,
+    rhs: QuantizedArray,
+    axis_name: Hashable,
+    *,
+    preferred_element_type: Any = jnp.bfloat16,
+    **options: Any,
 ) -> Float[Array, "M_part N"]:
-    """The sum over devices of `scaled_matmul(a, b)`, of whose rows each device keeps its part, while products go on.
+    """The sum of `scaled_matmul(lhs, rhs)` over devices, of whose rows each keeps its part, while products go on.
 
     The sums of a part go around a ring of the devices: each adds its product of the part's rows, in float32, and passes
     the sum on. Part j begins on device j + 1 and ends on device j, so its terms are added in that order, and rounded
-    once. For sequence parallelism: a and b are this device's parts of activations and kernel along K.
+    once. For sequence parallelism: lhs and rhs are this device's parts of activations and kernel along K.
 
     Arguments:
-        a: [M, K], quantised rowwise; M is a multiple of the number of devices, and of square tiles in each part.
-        b: [N, K], quantised along K, see `scaled_matmul`.
+        lhs: [M, K], quantised rowwise; M is a multiple of the number of devices, and of square tiles in each part.
+        rhs: [N, K], quantised along K, see `scaled_matmul`.
         axis_name: see `all_gather_matmul`.
-        out_dtype: of the result.
+        preferred_element_type: dtype of the result.
         options: `implementation` and `precision` of `scaled_matmul`.
 
     Returns:
@@ -102,36 +108,36 @@ def matmul_reduce_scatter(
     (8, 32)
     """
     who = "matmul_reduce_scatter"
-    axes = _checked(who, a, b, axis_name, options, allowed=("implementation", "precision"))
+    axes = _checked(who, lhs, rhs, axis_name, options, allowed=("implementation", "precision"))
     devices = size_along(axes)
-    rows, unit = a.shape[0] // devices, a.format.length if a.format.tiles else 1
-    if a.shape[0] % devices or rows % unit:
+    rows, unit = lhs.shape[0] // devices, lhs.format.length if lhs.format.tiles else 1
+    if lhs.shape[0] % devices or rows % unit:
         raise ValueError(
-            f"{who}: a {a.shape} has {a.shape[0]} rows for {devices} devices along {shown(axis_name)}; needs a "
+            f"{who}: lhs {lhs.shape} has {lhs.shape[0]} rows for {devices} devices along {shown(axis_name)}; needs a "
             f"multiple of {unit} rows for each"
         )
     index = jax.lax.axis_index(axes)
     total: Any = None
     for step in range(1, devices + 1):
         part = (index - step) % devices  # which arrives at its device in the last step
-        y: Any = scaled_matmul(_rows_of(a, part, rows), b, out_dtype=jnp.float32, **options)
+        y: Any = scaled_matmul(_rows_of(lhs, part, rows), rhs, preferred_element_type=jnp.float32, **options)
         total = y if total is None else passed_on(total, axes) + y
-    return total.astype(out_dtype)
+    return total.astype(preferred_element_type)
 
 
-_OPTIONS = ("bias", "activation", "out_dtype", "implementation", "precision")
+_OPTIONS = ("bias", "activation", "preferred_element_type", "implementation", "precision")
 
 
 def _checked(
     who: str, a: Any, b: Any, axis_name: Any, options: dict[str, Any], allowed: tuple[str, ...] = _OPTIONS
 ) -> tuple[Hashable, ...]:
     """The mesh axes."""
-    for name, q in (("a", a), ("b", b)):
+    for name, q in (("lhs", a), ("rhs", b)):
         check_quantized(who, name, q)
         if q.ndim != 2:
             raise ValueError(f"{who}: {name} has shape {q.shape}; needs a matrix: map over batch axes with jax.vmap")
     if a.axis != -1:
-        raise ValueError(f"{who}: a is quantised along axis {a.axis}; needs -1, the contracted one")
+        raise ValueError(f"{who}: lhs is quantised along axis {a.axis}; needs -1, the contracted one")
     if further := [name for name in options if name not in allowed]:
         raise TypeError(f"{who}: {further[0]}= is not among its options; needs {', '.join(allowed)}")
     mesh_axes(who, axis_name)

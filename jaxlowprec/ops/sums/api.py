@@ -19,7 +19,7 @@ from jaxlowprec.ops.sums import quantized
 
 
 def reduce_scatter_quantized(
-    x: Float[Array, "..."], axis_name: Hashable, axis: int = 0, *, key: jax.Array, fmt: MXFP8 = quantized.FORMAT
+    x: Float[Array, "..."], axis_name: Hashable, *, axis: int = 0, key: jax.Array, fmt: MXFP8 = quantized.FORMAT
 ) -> Float[Array, "..."]:
     """The sum of all devices' arrays, of which each device keeps its part: `jax.lax.psum_scatter(x, axis_name,
     scatter_dimension=axis, tiled=True)`, with terms that travel as MXFP8.

@@ -99,14 +99,14 @@ def all_reduce(
     q = quantize(total, fmt, rounding="stochastic", key=own)
     rows = devices * total.shape[0]
     q = dataclasses.replace(jax.tree.map(lambda leaf: gathered(leaf, axes), q), matrix_shape=(rows, total.shape[1]))
-    return dequantize(q, jnp.float32).reshape(-1)[: partial.size].reshape(partial.shape)
+    return dequantize(q, dtype=jnp.float32).reshape(-1)[: partial.size].reshape(partial.shape)
 
 
 def _added_up(pieces: jax.Array, axes: Axes, words: jax.Array, elsewhere: Axes, fmt: Format) -> jax.Array:
     """The sum [R, C] of what the devices have for this one. `pieces`: [n, R, C], one for each device."""
     devices = pieces.shape[0]
     q = quantize(pieces, fmt, rounding="stochastic", key=words_of_pieces(words, axes, elsewhere, devices))
-    received = dequantize(jax.tree.map(functools.partial(exchanged, axes=axes), q), jnp.float32)
+    received = dequantize(jax.tree.map(functools.partial(exchanged, axes=axes), q), dtype=jnp.float32)
     total = received[0]
     for device in range(1, devices):
         total = total + received[device]

@@ -29,7 +29,7 @@ def weight_only_matmul(
 ) -> list[jax.Array]:
     """The results of `scaled_matmul` for a plain x [..., M, K] and q [..., N, K], or q [N, K] for all batch axes."""
     check_implementation(who, implementation)
-    x = float_array(who, "a", x)
+    x = float_array(who, "lhs", x)
     spec, weight, extras = _prepared(who, x, q, epilogue_options)
     x, extras = _without_derivative((x, extras))
     return _multiply((x, *weight, *extras), spec, implementation)
@@ -42,8 +42,8 @@ def weight_only_matmuls(
 
     Weights of one format that all have biases, or none of which has one, are one call on CPUs.
     """
-    x = float_array(who, "a", x)
-    options = [{"bias": bias, "out_dtype": out_dtype, "out_sharding": None} for bias in biases]
+    x = float_array(who, "lhs", x)
+    options = [{"bias": bias, "preferred_element_type": out_dtype, "out_sharding": None} for bias in biases]
     specs, arrays, extras = zip(
         *[_prepared(who, x, q, own) for q, own in zip(weights, options, strict=True)], strict=True
     )
@@ -64,7 +64,7 @@ def _prepared(
     epilogue, extras = checked_epilogue(who, (*rows, columns), **epilogue_options)
     if shared and epilogue.bias:
         if (given := jnp.shape(epilogue_options["bias"])) != (columns,):
-            raise ValueError(f"{who}: bias has shape {given} and b {q.shape} no batch axes; needs {(columns,)}")
+            raise ValueError(f"{who}: bias has shape {given} and rhs {q.shape} no batch axes; needs {(columns,)}")
         extras[0] = as_array(epilogue_options["bias"]).astype(jnp.float32)
     fmt = q.format
     spec = WeightOnlySpec(
@@ -89,36 +89,36 @@ def _multiply_together(operands: tuple[jax.Array, ...], spec: WeightOnlySpec, co
 
 _without_derivative = no_derivative(
     "scaled_matmul: there is no derivative of a product with a quantised weight; jaxlowprec.linear has one, or "
-    "multiply by jaxlowprec.dequantize(b)"
+    "multiply by jaxlowprec.dequantize(rhs)"
 )
 
 
 def _check_operands(who: str, x: jax.Array, q: QuantizedArray) -> None:
-    for name, value in (("a", x), ("b", q)):
-        if value.ndim < 2 or (name == "b" and len(q.matrix_shape) != 2):
+    for name, value in (("lhs", x), ("rhs", q)):
+        if value.ndim < 2 or (name == "rhs" and len(q.matrix_shape) != 2):
             raise ValueError(f"{who}: {name} has shape {value.shape}; needs two dimensions or more")
     if q.axis != -1:
         raise ValueError(
-            f"{who}: b of shape {q.shape} is quantised along axis {q.axis}, but the last axis is contracted: "
-            f"quantise it with axis=-1, or pass b.mT to contract over its axis of {q.matrix_shape[-2]}"
+            f"{who}: rhs of shape {q.shape} is quantised along axis {q.axis}, but the last axis is contracted: "
+            f"quantise it with axis=-1, or pass rhs.mT to contract over its axis of {q.matrix_shape[-2]}"
         )
     if q.format.row_scaled:
         raise NotImplementedError(
-            f"{who}: b is {q.format} and a is not quantised; there is no weight-only GEMM of row-scaled weights: "
-            "quantise b without row_scaled="
+            f"{who}: rhs is {q.format} and lhs is not quantised; there is no weight-only GEMM of row-scaled weights: "
+            "quantise rhs without row_scaled="
         )
     if q.hadamard is not None:
         raise ValueError(
-            f"{who}: b has hadamard={q.hadamard} and a is not quantised; a rotation cancels only if both operands have "
-            "it: quantise the weight without hadamard=, or quantise a with the same"
+            f"{who}: rhs has hadamard={q.hadamard} and lhs is not quantised; a rotation cancels only if both operands "
+            "have it: quantise the weight without hadamard=, or quantise lhs with the same"
         )
     if x.shape[-1] != q.matrix_shape[-1]:
         sizes = f"{x.shape[-1]} and {q.matrix_shape[-1]}"
-        raise ValueError(f"{who}: a {x.shape} and b {q.shape} differ in the contracted last axis: {sizes}")
+        raise ValueError(f"{who}: lhs {x.shape} and rhs {q.shape} differ in the contracted last axis: {sizes}")
     if q.ndim > 2 and x.shape[:-2] != q.shape[:-2]:
         raise ValueError(
-            f"{who}: a {x.shape} and b {q.shape} differ in their batch axes; broadcast a, or pass one weight [N, K] "
-            "for all of them"
+            f"{who}: lhs {x.shape} and rhs {q.shape} differ in their batch axes; broadcast lhs, or pass one weight "
+            "[N, K] for all of them"
         )
 
 

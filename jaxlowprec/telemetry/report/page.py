@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from jaxlowprec.recipes.roles import GEMMS
-from jaxlowprec.telemetry.findings import Finding, Limits, findings
+from jaxlowprec.telemetry.limits import Finding, Limits, findings
 from jaxlowprec.telemetry.recording import Run
 
 _HERE = pathlib.Path(__file__).parent

@@ -131,8 +131,8 @@ class Session:
 def push(
     source: WeightSource,
     transport: Transport,
-    version: int | None = None,
     *,
+    version: int | None = None,
     max_bytes: int = DEFAULT_BYTES,
     timeout: float = 600.0,
 ) -> int:

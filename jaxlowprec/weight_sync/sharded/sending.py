@@ -23,17 +23,17 @@ _NEXT, _REFUSED, _FAILED = -1, -2, -3  # in place of a version: the next one, an
 
 @overload
 def push_shards(
-    tree: Any, transport: Transport, version: int | None = None, *, max_bytes: int = ..., timeout: float = ...
+    tree: Any, transport: Transport, *, version: int | None = None, max_bytes: int = ..., timeout: float = ...
 ) -> int: ...
 @overload
 def push_shards(
-    tree: Any, transport: FanOut, version: int | None = None, *, max_bytes: int = ..., timeout: float = ...
+    tree: Any, transport: FanOut, *, version: int | None = None, max_bytes: int = ..., timeout: float = ...
 ) -> Delivery: ...
 def push_shards(
     tree: Any,
     transport: Transport | FanOut,
-    version: int | None = None,
     *,
+    version: int | None = None,
     max_bytes: int = DEFAULT_BYTES,
     timeout: float = 600.0,
 ) -> int | Delivery:
@@ -99,7 +99,7 @@ def push_shards(
     number = _agreed(given, newest, error)
     assert part is not None
     try:
-        push(part, transport, number, max_bytes=max_bytes, timeout=timeout)
+        push(part, transport, version=number, max_bytes=max_bytes, timeout=timeout)
     except Exception as failure:
         error = failure
     _raise(f"send version {number}", [code for (code,) in _gathered(_FAILED if error is not None else number)], error)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxlowprec.checkpoints.calibration import Calibration, Method
-from jaxlowprec.checkpoints.conversion.convert import Run, convert, dequantize, scheme_for
+from jaxlowprec.checkpoints.conversion.convert import ConvertOptions, convert, dequantize, scheme_for
 from jaxlowprec.checkpoints.decoders import load
 from jaxlowprec.checkpoints.errors import CheckpointError
 from jaxlowprec.cli.main import main
@@ -32,9 +32,9 @@ def model(tmp_path_factory):
     return tiny.folder(tmp_path_factory.mktemp("model") / "m", "llama2", num_hidden_layers=1)
 
 
-def calibrated(model, text, to, name, *, run=Run(), method=Method(), group_size=None):  # noqa: B008
+def calibrated(model, text, to, name, *, options=ConvertOptions(), method=Method(), group_size=None):  # noqa: B008
     scheme = scheme_for(model, name, group_size=group_size, static=True)
-    return convert(model, to, scheme, calibration=Calibration(text, 4, CONTEXT, method), run=run)
+    return convert(model, to, scheme, calibration=Calibration(text, 4, CONTEXT, method), options=options)
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +44,7 @@ def made_of(model, text, tmp_path_factory):
     @functools.cache
     def of(name, group_size):
         folder = tmp_path_factory.mktemp("made") / name
-        return calibrated(model, text, folder, name, group_size=group_size, run=Run(verify=True)), folder
+        return calibrated(model, text, folder, name, group_size=group_size, options=ConvertOptions(verify=True)), folder
 
     return of
 

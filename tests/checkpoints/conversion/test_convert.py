@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from jaxlowprec.checkpoints import schemes
-from jaxlowprec.checkpoints.conversion.convert import Run, convert, dequantize, scheme_for
-from jaxlowprec.checkpoints.conversion.plan import LeftModule
+from jaxlowprec.checkpoints.conversion.convert import ConvertOptions, convert, dequantize, scheme_for
+from jaxlowprec.checkpoints.conversion.plan import Left
 from jaxlowprec.checkpoints.conversion.quantizing import amax
 from jaxlowprec.checkpoints.conversion.rules import matching
 from jaxlowprec.checkpoints.errors import CheckpointError
@@ -73,7 +73,7 @@ def expected_amax(module, tensors):
 @pytest.mark.parametrize("name", SCHEMES)
 def test_every_scheme_and_back(source, tmp_path, name):
     scheme, tensors = SCHEMES[name], read_tensors(source)
-    report = convert(source, tmp_path / "low", scheme, run=Run(verify=True))
+    report = convert(source, tmp_path / "low", scheme, options=ConvertOptions(verify=True))
     low = read_tensors(tmp_path / "low")
     modules = projections(tensors)
     assert sorted(report.changed) == sorted(modules) and report.verified == len(low)
@@ -91,7 +91,7 @@ def test_every_scheme_and_back(source, tmp_path, name):
     assert schemes.from_config(config).name == scheme.name
     assert {**config, "quantization_config": None} == {**CONFIG, "quantization_config": None}
 
-    back = dequantize(tmp_path / "low", tmp_path / "back", run=Run(verify=True))
+    back = dequantize(tmp_path / "low", tmp_path / "back", options=ConvertOptions(verify=True))
     high = read_tensors(tmp_path / "back")
     assert sorted(back.changed) == sorted(modules)
     assert set(high) == set(decoded) and all(same(high[n], decoded[n]) for n in high)
@@ -259,8 +259,10 @@ def test_exactly_dtypes_of_eight_bits_or_less_are_quantised():
 @pytest.mark.parametrize("dtype", [np.float64, np.complex64, np.int64, np.bool_, np.uint16])
 def test_tensors_of_other_dtypes_are_copied_and_listed(tmp_path, dtype):
     tensors = llama(1) | {"x.weight": np.ones((2, 32), dtype), "model.inv_freq": np.ones(4, dtype)}
-    report = convert(write_checkpoint(tmp_path / "source", tensors), tmp_path / "low", MXFP4, run=Run(verify=True))
-    assert LeftModule("x", f"dtype {file_dtype(dtype)}") in report.left
+    report = convert(
+        write_checkpoint(tmp_path / "source", tensors), tmp_path / "low", MXFP4, options=ConvertOptions(verify=True)
+    )
+    assert Left("x", f"dtype {file_dtype(dtype)}") in report.left
     low = read_tensors(tmp_path / "low")
     assert all(same(low[name], tensors[name]) for name in ("x.weight", "model.inv_freq"))
 
@@ -302,7 +304,7 @@ def test_sources_of_other_dtypes(tmp_path, dtype):
     source = write_checkpoint(tmp_path / "source", tensors, config={**CONFIG, "dtype": dtype})
     scheme = scheme_for(source, "w4a16", group_size=32)
     assert scheme.scale_dtype == {"float16": "float16", "float32": "bfloat16"}[dtype]
-    convert(source, tmp_path / "low", scheme, run=Run(verify=True))
+    convert(source, tmp_path / "low", scheme, options=ConvertOptions(verify=True))
     dequantize(tmp_path / "low", tmp_path / "back", dtype=dtype)
     high = read_tensors(tmp_path / "back")
     for module in projections(tensors):
@@ -323,7 +325,7 @@ def test_the_config_of_a_nested_text_model_says_it_too(tmp_path):
 
 def test_a_dry_run_says_the_same_and_writes_nothing(source, tmp_path):
     before = contents(tmp_path)
-    planned = convert(source, tmp_path / "low", MXFP4, run=Run(dry_run=True))
+    planned = convert(source, tmp_path / "low", MXFP4, options=ConvertOptions(dry_run=True))
     assert contents(tmp_path) == before and not (tmp_path / "low").exists()
     done = convert(source, tmp_path / "low", MXFP4)
     for field in ("changed", "left", "ignore", "warnings", "source_bytes", "output_bytes", "copied"):
@@ -334,7 +336,7 @@ def test_a_dry_run_says_the_same_and_writes_nothing(source, tmp_path):
 @pytest.mark.parametrize("workers", [1, 5])
 def test_bytes_do_not_depend_on_the_workers(source, tmp_path, workers):
     convert(source, tmp_path / "two", SCHEMES["nvfp4"])
-    convert(source, tmp_path / "other", SCHEMES["nvfp4"], run=Run(workers=workers))
+    convert(source, tmp_path / "other", SCHEMES["nvfp4"], options=ConvertOptions(workers=workers))
     assert contents(tmp_path / "two") == contents(tmp_path / "other")
 
 
@@ -359,7 +361,7 @@ def test_verification_sees_one_flipped_bit(source, tmp_path, monkeypatch, suffix
     write_shards = module.write_shards
     monkeypatch.setattr(module, "write_shards", harmed)
     with pytest.raises(CheckpointError, match=f"q_proj.{suffix}' differs"):
-        convert(source, tmp_path / "low", MXFP4, run=Run(verify=True))
+        convert(source, tmp_path / "low", MXFP4, options=ConvertOptions(verify=True))
 
 
 def test_a_destination_of_its_own(source, tmp_path):
@@ -376,9 +378,9 @@ def test_a_destination_of_its_own(source, tmp_path):
         (tmp_path, "is, holds, or lies in the source"),
     ]:
         before = contents(tmp_path)
-        for run in (Run(), Run(dry_run=True)):
+        for options in (ConvertOptions(), ConvertOptions(dry_run=True)):
             with pytest.raises(CheckpointError, match=message):
-                convert(source, destination, MXFP4, run=run)
+                convert(source, destination, MXFP4, options=options)
         assert contents(tmp_path) == before
 
 
@@ -428,7 +430,7 @@ def test_as_many_tensors_are_in_memory_as_there_are_workers(tmp_path, monkeypatc
                 weakref.finalize(array, gone, array.nbytes)
             return made
 
-    report = convert(source, tmp_path / "low", Counted(), run=Run(workers=workers))
+    report = convert(source, tmp_path / "low", Counted(), options=ConvertOptions(workers=workers))
     largest = 256 * 128 // 2 + 256 * 128 // 32
     assert report.output_bytes > 12 * largest
     assert 0 < most[0] <= workers * largest
@@ -448,7 +450,7 @@ def test_memory_does_not_grow_with_the_file(tmp_path):
         held.append(int(status.split("RssAnon:")[1].split()[0]) * 1024)
 
     # One worker: what several hold at once varies from run to run. The least of each half is without what is in work.
-    convert(source, tmp_path / "low", MXFP4, run=Run(workers=1, progress=progress))
+    convert(source, tmp_path / "low", MXFP4, options=ConvertOptions(workers=1, progress=progress))
     assert len(held) > count
     middle = len(held) // 2
     growth = min(held[middle:]) - min(held[4:middle])  # once it is compiled; kept results would add 17 MiB

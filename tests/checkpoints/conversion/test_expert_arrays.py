@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from jaxlowprec.checkpoints import schemes
-from jaxlowprec.checkpoints.conversion.convert import Run, convert, dequantize
+from jaxlowprec.checkpoints.conversion.convert import ConvertOptions, convert, dequantize
 from jaxlowprec.checkpoints.conversion.inspect import inspect
 from jaxlowprec.checkpoints.errors import CheckpointError
 from tests.checkpoints.small_models import llama, read_config, read_tensors, same, write_checkpoint
@@ -56,7 +56,7 @@ def source_of(path, kind, transposed, nested=False):
 @pytest.mark.parametrize("scheme", [NVFP4, W4A16], ids=["nvfp4", "w4a16"])
 def test_experts_are_those_of_single_weights(tmp_path, kind, transposed, nested, scheme):
     source = source_of(tmp_path / "source", kind, transposed, nested)
-    report = convert(source, tmp_path / "low", scheme, run=Run(verify=True))
+    report = convert(source, tmp_path / "low", scheme, options=ConvertOptions(verify=True))
     low, weights = read_tensors(tmp_path / "low"), single()
     assert set(weights) < set(report.changed) and not any("all experts" in entry.reason for entry in report.left)
     assert not set(arrays(transposed)) & set(low) and not any("experts" in rule for rule in report.ignore)

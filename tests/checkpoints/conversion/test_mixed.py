@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxlowprec.checkpoints import TreeMapping, load, save, schemes
-from jaxlowprec.checkpoints.conversion.convert import Run, convert, dequantize
+from jaxlowprec.checkpoints.conversion.convert import ConvertOptions, convert, dequantize
 from jaxlowprec.checkpoints.conversion.inspect import inspect
 from jaxlowprec.checkpoints.errors import CheckpointError
 from jaxlowprec.checkpoints.schemes.mixed import ConfigGroup, Mixed
@@ -40,7 +40,9 @@ def source(tmp_path):
 
 
 def test_each_module_in_its_scheme_and_back(source, tmp_path):
-    report = convert(source, tmp_path / "low", NVFP4, overrides={ATTENTION: CHANNEL}, run=Run(verify=True))
+    report = convert(
+        source, tmp_path / "low", NVFP4, overrides={ATTENTION: CHANNEL}, options=ConvertOptions(verify=True)
+    )
     assert report.scheme == "mixed" and report.formats == {"nvfp4": 9, "fp8_channel": 4}
     tensors, low = read_tensors(source), read_tensors(tmp_path / "low")
     q = f"{LAYER}.self_attn.q_proj"
@@ -54,7 +56,7 @@ def test_each_module_in_its_scheme_and_back(source, tmp_path):
     assert found[q].format == "fp8_channel" and found[f"{EXPERTS}.1.up_proj"].format == "nvfp4"
     assert found[q].error.sqnr_db > 30 > found[f"{EXPERTS}.1.up_proj"].error.sqnr_db > 15
 
-    back = dequantize(tmp_path / "low", tmp_path / "back", run=Run(verify=True))
+    back = dequantize(tmp_path / "low", tmp_path / "back", options=ConvertOptions(verify=True))
     assert back.formats == report.formats and sorted(back.changed) == sorted(report.changed)
     high = read_tensors(tmp_path / "back")
     assert same(high[f"{q}.weight"], CHANNEL.decompress(CHANNEL.compress(tensors[f"{q}.weight"])))
@@ -88,10 +90,10 @@ def test_one_format_for_all_is_no_mixture(source, tmp_path):
 def test_int4_of_two_groups_sizes(source, tmp_path):
     """The same tensors, other shapes: the format is one, the config has two groups."""
     fine, coarse = (schemes.by_name("w4a16", group_size=size) for size in (32, -1))
-    report = convert(source, tmp_path / "low", coarse, overrides={ATTENTION: fine}, run=Run(verify=True))
+    report = convert(source, tmp_path / "low", coarse, overrides={ATTENTION: fine}, options=ConvertOptions(verify=True))
     assert report.formats == {"w4a16": 13}
     assert read_config(tmp_path / "low")["quantization_config"]["format"] == "pack-quantized"
-    dequantize(tmp_path / "low", tmp_path / "back", run=Run(verify=True))
+    dequantize(tmp_path / "low", tmp_path / "back", options=ConvertOptions(verify=True))
 
 
 def test_modelopts_mixture(source, tmp_path):

@@ -10,7 +10,7 @@ import time
 import pytest
 
 from jaxlowprec.checkpoints import schemes
-from jaxlowprec.checkpoints.conversion.convert import Run, convert
+from jaxlowprec.checkpoints.conversion.convert import ConvertOptions, convert
 from jaxlowprec.checkpoints.conversion.resume import MANIFEST
 from jaxlowprec.checkpoints.errors import CheckpointError
 from jaxlowprec.checkpoints.files.written_whole import TEMPORARY_PREFIX, publish
@@ -25,7 +25,7 @@ import os, pathlib, signal, sys
 import jax
 jax.config.update("jax_platforms", "cpu")
 from jaxlowprec.checkpoints import schemes
-from jaxlowprec.checkpoints.conversion.convert import Run, convert
+from jaxlowprec.checkpoints.conversion.convert import ConvertOptions, convert
 
 source, destination, where, count = sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4])
 
@@ -44,7 +44,7 @@ elif where == "fsync":
     os.fsync = countdown(os.fsync)
 elif where == "pwrite":
     os.pwrite = countdown(os.pwrite)
-convert(source, destination, schemes.by_name("nvfp4"), run=Run(workers=1))
+convert(source, destination, schemes.by_name("nvfp4"), options=ConvertOptions(workers=1))
 print("not killed")
 """
 
@@ -89,7 +89,7 @@ def test_killed_and_resumed(source, uninterrupted, tmp_path, where, count, finis
     assert len(done) in finished
     assert all(left[shard] == uninterrupted[shard] for shard in done)
     inodes = {shard: (destination / shard).stat().st_ino for shard in done}
-    report = convert(source, destination, NVFP4, run=Run(verify=True))
+    report = convert(source, destination, NVFP4, options=ConvertOptions(verify=True))
     assert report.kept == done and report.written == [shard for shard in SHARDS if shard not in done]
     assert {shard: (destination / shard).stat().st_ino for shard in done} == inodes
     assert contents(destination) == uninterrupted
@@ -192,7 +192,7 @@ def test_another_conversion_does_not_go_on_there(source, unfinished):
         (schemes.by_name("mxfp4"), {}, "scheme: .PackedNVFP4.*there, .PackedMXFP4.*now"),
         (NVFP4, {"ignore": ["re:.*o_proj"]}, r"ignore: \[\] there, \['re:.\*o_proj'\] now"),
         (NVFP4, {"leave_unfit": True}, "leave_unfit: False there, True now"),
-        (NVFP4, {"ignore": ["re:.*o_proj"], "run": Run(dry_run=True)}, "ignore"),
+        (NVFP4, {"ignore": ["re:.*o_proj"], "options": ConvertOptions(dry_run=True)}, "ignore"),
     ]:
         before = contents(unfinished)
         with pytest.raises(CheckpointError, match=f"holds another unfinished conversion .*{message}"):

@@ -6,7 +6,7 @@ import time
 import pytest
 
 from jaxlowprec.checkpoints import schemes
-from jaxlowprec.checkpoints.conversion.convert import Run, convert
+from jaxlowprec.checkpoints.conversion.convert import ConvertOptions, convert
 from jaxlowprec.checkpoints.conversion.inspect import inspect
 from jaxlowprec.checkpoints.errors import CheckpointError, brief
 from jaxlowprec.checkpoints.files.safetensors_file import SafetensorsFile
@@ -76,14 +76,17 @@ def test_planning_takes_time_in_proportion_to_the_tensors(tmp_path, name):
     shape = (1, 1, 1) if name == "l{}.experts.w" else (1, 32)
     names = [name.format(i) for i in range(count)] + ["z.weight"]
     source = checkpoint(tmp_path / "x", names, [shape] * count + [(1, 32)])
-    plan = lambda: convert(source, tmp_path / "y", MXFP4, run=Run(dry_run=True))  # noqa: E731
+    plan = lambda: convert(source, tmp_path / "y", MXFP4, options=ConvertOptions(dry_run=True))  # noqa: E731
     assert seconds(plan) < ENDLESS
 
 
 def test_experts_that_lie_in_experts_are_ignored_once(tmp_path):
     names = ["a.experts.w", "a.experts.b.experts.w", "a.experts-b.experts.w", "b.weight"]
     report = convert(
-        checkpoint(tmp_path / "x", names, [(1, 1, 1)] * 3 + [(1, 32)]), tmp_path / "y", MXFP4, run=Run(dry_run=True)
+        checkpoint(tmp_path / "x", names, [(1, 1, 1)] * 3 + [(1, 32)]),
+        tmp_path / "y",
+        MXFP4,
+        options=ConvertOptions(dry_run=True),
     )
     assert report.ignore[:2] == [r"re:a\.experts(\.|$)", r"re:a\.experts\-b\.experts(\.|$)"]
 

@@ -33,8 +33,8 @@ def copy():
 
 
 def converted(scheme, verify=False):
-    name, run = f"{scheme}-{verify}", convert.Run(verify=verify)
-    return lambda: convert.convert(source, path / name, schemes.by_name(scheme), run=run)
+    name, options = f"{scheme}-{verify}", convert.ConvertOptions(verify=verify)
+    return lambda: convert.convert(source, path / name, schemes.by_name(scheme), options=options)
 
 
 def said(owner, function, work):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxlowprec.checkpoints import schemes
-from jaxlowprec.checkpoints.conversion.convert import Run, convert, dequantize
+from jaxlowprec.checkpoints.conversion.convert import ConvertOptions, convert, dequantize
 from jaxlowprec.checkpoints.conversion.inspect import inspect
 from jaxlowprec.checkpoints.conversion.resume import MANIFEST
 from jaxlowprec.checkpoints.errors import CheckpointError
@@ -40,9 +40,9 @@ def test_targets_outside_are_copied_only_when_asked_for(source, tmp_path, name, 
     moved_out(source, name)
     message = f"{name}: is a link to .*outside/secret, which is outside of the checkpoint.*--follow-links"
     with pytest.raises(CheckpointError, match=message):
-        convert(source, tmp_path / "low", MXFP4, run=Run(dry_run=dry_run))
+        convert(source, tmp_path / "low", MXFP4, options=ConvertOptions(dry_run=dry_run))
     assert not (tmp_path / "low").exists()
-    convert(source, tmp_path / "low", MXFP4, run=Run(dry_run=dry_run, follow_links=True))
+    convert(source, tmp_path / "low", MXFP4, options=ConvertOptions(dry_run=dry_run, follow_links=True))
     if not dry_run:
         assert set(contents(tmp_path / "low")) == set(contents(source))
 
@@ -142,10 +142,10 @@ def test_a_tensor_named_like_codes_or_scales_is_refused(tmp_path, name, dry_run)
     tensors = llama(1) | {f"{module}.{name}": np.zeros(2, np.int64)}
     source = write_checkpoint(tmp_path / "source", tensors)
     with pytest.raises(CheckpointError, match=f"'{module}.{name}'"):
-        convert(source, tmp_path / "low", schemes.by_name("w4a16"), run=Run(dry_run=dry_run))
+        convert(source, tmp_path / "low", schemes.by_name("w4a16"), options=ConvertOptions(dry_run=dry_run))
     assert not (tmp_path / "low").exists()
     if name == "weight_shape":
-        convert(source, tmp_path / "low", MXFP4, run=Run(dry_run=dry_run))  # writes no such tensor
+        convert(source, tmp_path / "low", MXFP4, options=ConvertOptions(dry_run=dry_run))  # writes no such tensor
 
 
 def test_codes_of_no_module_are_refused(tmp_path):
@@ -160,7 +160,7 @@ def test_codes_of_no_module_are_refused(tmp_path):
 def test_a_number_of_workers_is_a_whole_number():
     for workers in (0, -1, 1.5, "2", True, None):
         with pytest.raises(CheckpointError, match="needs 1 or more"):
-            Run(workers=workers)
+            ConvertOptions(workers=workers)
 
 
 def test_a_config_of_another_kind_is_an_error(source, tmp_path):

@@ -70,7 +70,7 @@ def test_products_with_negative_scales_are_right():
     w = array_of_blocks(Q4_0, blocks)
     x = np.random.default_rng(1).standard_normal((3, 64)).astype(np.float16)
     expected = x.astype(np.float64) @ np.asarray(w.dequantize(jnp.float32), np.float64).T
-    y = jlp.scaled_matmul(jax.device_put(x), w, out_dtype=jnp.float32)
+    y = jlp.scaled_matmul(jax.device_put(x), w, preferred_element_type=jnp.float32)
     np.testing.assert_allclose(y, expected, rtol=1e-3, atol=1e-3 * np.abs(expected).max())
 
 

@@ -7,7 +7,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from jaxlowprec.checkpoints import CheckpointError, Run, convert, schemes
+from jaxlowprec.checkpoints import CheckpointError, ConvertOptions, convert, schemes
 from jaxlowprec.checkpoints.gguf import GGUFFile, export_gguf, import_gguf
 from jaxlowprec.checkpoints.gguf.names import ARCHITECTURES, places, to_halves, to_neighbours
 from tests.checkpoints.gguf.models import CLASSES, EXPERTS, HEAD, HEADS, HIDDEN, INNER, LAYERS, LLAMA3, folder, tensors
@@ -26,9 +26,9 @@ def assert_same_tensors(found, expected):
 @pytest.mark.parametrize("family", CLASSES)
 def test_a_plain_folder_comes_back_byte_for_byte(tmp_path, family):
     source = folder(tmp_path / "hf", family)
-    report = export_gguf(source, tmp_path / "a.gguf", run=Run(verify=True))
+    report = export_gguf(source, tmp_path / "a.gguf", options=ConvertOptions(verify=True))
     assert report.scheme == "GGUF" and not report.changed and report.verified
-    back = import_gguf(tmp_path / "a.gguf", tmp_path / "back", run=Run(verify=True))
+    back = import_gguf(tmp_path / "a.gguf", tmp_path / "back", options=ConvertOptions(verify=True))
     assert back.verified == len(read_tensors(source))
     assert_same_tensors(read_tensors(tmp_path / "back"), read_tensors(source))
     before, after = read_config(source), read_config(tmp_path / "back")
@@ -42,9 +42,9 @@ def test_a_plain_folder_comes_back_byte_for_byte(tmp_path, family):
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
 def test_codes_and_scales_come_back_byte_for_byte(tmp_path, family, scheme):
     convert(folder(tmp_path / "hf", family), tmp_path / "low", scheme)
-    report = export_gguf(tmp_path / "low", tmp_path / "a.gguf", run=Run(verify=True))
+    report = export_gguf(tmp_path / "low", tmp_path / "a.gguf", options=ConvertOptions(verify=True))
     assert report.scheme == f"GGUF {'Q4_0' if scheme == W4A16 else 'MXFP4'}"
-    import_gguf(tmp_path / "a.gguf", tmp_path / "back", run=Run(verify=True))
+    import_gguf(tmp_path / "a.gguf", tmp_path / "back", options=ConvertOptions(verify=True))
     assert_same_tensors(read_tensors(tmp_path / "back"), read_tensors(tmp_path / "low"))
     assert schemes.from_config(read_config(tmp_path / "back")).name == scheme.name
 
@@ -54,7 +54,7 @@ def test_quantising_on_the_way_writes_the_same_file(tmp_path, scheme):
     source = folder(tmp_path / "model")
     convert(source, tmp_path / "low" / "model", scheme)
     export_gguf(tmp_path / "low" / "model", tmp_path / "a.gguf")
-    report = export_gguf(source, tmp_path / "b.gguf", scheme, run=Run(verify=True))
+    report = export_gguf(source, tmp_path / "b.gguf", scheme, options=ConvertOptions(verify=True))
     assert len(report.changed) == 14 and {entry.module for entry in report.left} == {"lm_head", "model.embed_tokens"}
     assert (tmp_path / "a.gguf").read_bytes() == (tmp_path / "b.gguf").read_bytes()
 
@@ -130,7 +130,7 @@ def test_a_head_that_differs_from_a_tied_embedding_is_written(tmp_path, factor):
     held = tensors(tied=True)
     held["lm_head.weight"] = held["model.embed_tokens.weight"] * np.asarray(factor, ml_dtypes.bfloat16)
     source = folder(tmp_path / "hf", held=held, tie_word_embeddings=True)
-    report = export_gguf(source, tmp_path / "a.gguf", run=Run(verify=True))
+    report = export_gguf(source, tmp_path / "a.gguf", options=ConvertOptions(verify=True))
     warned = [w for w in report.warnings if "but lm_head has a weight of its own" in w]
     with GGUFFile(tmp_path / "a.gguf") as file:
         assert ("output.weight" in file.specs) == (factor != 1) == bool(warned)
@@ -141,7 +141,7 @@ def test_a_head_that_differs_from_a_tied_embedding_is_written(tmp_path, factor):
 @pytest.mark.parametrize("tied", [True, False])
 def test_llama_cpp_decodes_embeddings_and_heads(tmp_path, tied):
     source = folder(tmp_path / "hf", held=tensors(tied=tied), tie_word_embeddings=tied)
-    report = export_gguf(source, tmp_path / "a.gguf", W4A16, defaults=(), run=Run(verify=True))
+    report = export_gguf(source, tmp_path / "a.gguf", W4A16, defaults=(), options=ConvertOptions(verify=True))
     assert "model.embed_tokens" in report.changed and ("lm_head" in report.changed) != tied
     assert not [warning for warning in report.warnings if "lm_head" in warning or "heads" in warning]
 
@@ -190,9 +190,9 @@ def test_norms_that_lose_bits_stay_float32(tmp_path):
 
 def test_a_dry_run_writes_nothing(tmp_path):
     source = folder(tmp_path / "hf")
-    assert len(export_gguf(source, tmp_path / "a.gguf", MXFP4, run=Run(dry_run=True)).changed) == 14
+    assert len(export_gguf(source, tmp_path / "a.gguf", MXFP4, options=ConvertOptions(dry_run=True)).changed) == 14
     export_gguf(source, tmp_path / "b.gguf")
-    assert import_gguf(tmp_path / "b.gguf", tmp_path / "back", run=Run(dry_run=True)).output_bytes
+    assert import_gguf(tmp_path / "b.gguf", tmp_path / "back", options=ConvertOptions(dry_run=True)).output_bytes
     assert sorted(path.name for path in tmp_path.iterdir()) == ["b.gguf", "hf"]
 
 

@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from jaxlowprec.checkpoints import CheckpointError, Run, inspect
+from jaxlowprec.checkpoints import CheckpointError, ConvertOptions, inspect
 from jaxlowprec.checkpoints.gguf import TYPES, GGUFFile, TensorSpec, export_gguf, import_gguf, inspect_gguf
 from tests.checkpoints.gguf.models import config, folder, tensors
 from tests.checkpoints.gguf.test_foreign_files import rewritten
@@ -71,11 +71,11 @@ def test_a_config_of_any_value_gives_a_file_or_an_error(tmp_path, family):
     for key in said:
         for value in CONFIG_VALUES:
             (source / "config.json").write_text(json.dumps({**said, key: value}))
-            accepted(lambda: export_gguf(source, tmp_path / "a.gguf", run=Run(dry_run=True)))
+            accepted(lambda: export_gguf(source, tmp_path / "a.gguf", options=ConvertOptions(dry_run=True)))
     for key in scaling:
         for value in CONFIG_VALUES:
             (source / "config.json").write_text(json.dumps({**said, "rope_scaling": {**scaling, key: value}}))
-            accepted(lambda: export_gguf(source, tmp_path / "a.gguf", run=Run(dry_run=True)))
+            accepted(lambda: export_gguf(source, tmp_path / "a.gguf", options=ConvertOptions(dry_run=True)))
 
 
 @pytest.mark.parametrize(
@@ -146,14 +146,14 @@ ODD = (None, 5, "x", [], ["x"], [5], {}, {"type": "x"}, {"type": "TemplateProces
 
 def test_a_tokenizer_of_any_value_is_written_or_warned_of(tmp_path):
     source = folder(tmp_path / "hf", tokenizer=tokenizer())
-    assert not export_gguf(source, tmp_path / "a.gguf", run=Run(dry_run=True)).warnings
+    assert not export_gguf(source, tmp_path / "a.gguf", options=ConvertOptions(dry_run=True)).warnings
     changes = [{key: value} for key in (*tokenizer(), "post_processor") for value in ODD]
     changes += [{"model": {key: value}} for key in ("vocab", "merges", "unk_token", "type") for value in ODD]
     changes += [{"added_tokens": [{"id": 3, "content": 5, "special": True}]}, {"added_tokens": [{"id": "3"}]}]
     changes += [{"model": {"vocab": {"a" * 300_000: 0}}}, {"model": {"vocab": {"a" * n: n for n in range(280)}}}]
     for change in changes:
         (source / "tokenizer.json").write_text(json.dumps(tokenizer(**change)))
-        assert accepted(lambda: export_gguf(source, tmp_path / "a.gguf", run=Run(dry_run=True)))
+        assert accepted(lambda: export_gguf(source, tmp_path / "a.gguf", options=ConvertOptions(dry_run=True)))
 
 
 def test_a_name_that_is_not_utf8_is_written_with_escapes(tmp_path):

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from jaxlowprec.checkpoints import schemes
-from jaxlowprec.checkpoints.conversion.convert import Run, convert, dequantize
+from jaxlowprec.checkpoints.conversion.convert import ConvertOptions, convert, dequantize
 from jaxlowprec.checkpoints.conversion.inspect import WeightError, error_of, inspect
 from jaxlowprec.checkpoints.errors import CheckpointError
 from jaxlowprec.checkpoints.files.config import with_quantization
@@ -80,7 +80,7 @@ def infinite(path, name="mxfp4"):
 def test_verification_compares_whether_weights_are_finite(tmp_path, unchecked):
     source, _ = infinite(tmp_path)
     with pytest.raises(CheckpointError, match=f"module '{MODULE}' is infinite or NaN there, but finite in the source"):
-        convert(source, tmp_path / "again", schemes.by_name("mxfp4"), run=Run(verify=True))
+        convert(source, tmp_path / "again", schemes.by_name("mxfp4"), options=ConvertOptions(verify=True))
 
 
 def test_infinite_weights_are_compared_and_said(tmp_path, unchecked):
@@ -119,7 +119,7 @@ def test_dequantizing_to_a_dtype_that_ends_before_is_refused(tmp_path, name):
     with pytest.raises(CheckpointError, match=f"module '{MODULE}': its numbers reach .*, but float16 ends at 65504"):
         dequantize(tmp_path / "low", tmp_path / "high", dtype="float16")
     assert not (tmp_path / "high" / "model.safetensors").exists()
-    dequantize(tmp_path / "low", tmp_path / "wide", dtype="float32", run=Run(verify=True))
+    dequantize(tmp_path / "low", tmp_path / "wide", dtype="float32", options=ConvertOptions(verify=True))
     assert all_finite(read_tensors(tmp_path / "wide")[f"{MODULE}.weight"])
 
 

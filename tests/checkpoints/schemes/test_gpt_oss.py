@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from jaxlowprec.checkpoints import schemes
-from jaxlowprec.checkpoints.conversion.convert import Run, convert, dequantize
+from jaxlowprec.checkpoints.conversion.convert import ConvertOptions, convert, dequantize
+from jaxlowprec.checkpoints.conversion.engine import compare_shards
 from jaxlowprec.checkpoints.conversion.inspect import inspect
 from jaxlowprec.checkpoints.conversion.jobs import compare_shards
 from jaxlowprec.checkpoints.conversion.quantizing import plan_quantization
@@ -75,7 +76,7 @@ def test_transformers_decodes_the_same_bits():
 
 def test_a_checkpoint_and_back(tmp_path):
     source = write_checkpoint(tmp_path / "source", model(), config=CONFIG)
-    report = convert(source, tmp_path / "low", SCHEME, run=Run(verify=True))
+    report = convert(source, tmp_path / "low", SCHEME, options=ConvertOptions(verify=True))
     arrays = [f"{EXPERTS}.down_proj", f"{EXPERTS}.gate_up_proj"]
     assert report.changed == arrays and report.formats == {"gpt_oss_mxfp4": 2}
     reasons = {entry.module: entry.reason for entry in report.left}
@@ -94,7 +95,7 @@ def test_a_checkpoint_and_back(tmp_path):
     assert found[arrays[1]].shape == (3, 64, 96) and found[arrays[1]].bits == 4.25
     assert 15 < found[arrays[1]].error.sqnr_db < 25 and found[f"{arrays[1]}_bias"].error.sqnr_db is None
 
-    dequantize(tmp_path / "low", tmp_path / "back", run=Run(verify=True))
+    dequantize(tmp_path / "low", tmp_path / "back", options=ConvertOptions(verify=True))
     high = read_tensors(tmp_path / "back")
     assert set(high) == set(tensors) and read_config(tmp_path / "back") == CONFIG
     for name in arrays:
@@ -112,13 +113,13 @@ def test_one_expert_is_in_memory(tmp_path, verify):
     whole = array((64, 128, 256), "float32")
     source = write_checkpoint(tmp_path / "source", {f"{EXPERTS}.down_proj": whole}, 1, CONFIG)
     convert(source, tmp_path / "warm", SCHEME)
-    run = Run(workers=1, verify=verify)
-    assert peak_of(lambda: convert(source, tmp_path / "low", SCHEME, run=run)) < whole.nbytes / 8
+    options = ConvertOptions(workers=1, verify=verify)
+    assert peak_of(lambda: convert(source, tmp_path / "low", SCHEME, options=options)) < whole.nbytes / 8
     low = read_tensors(tmp_path / "low")
     for part, made in SCHEME.compress(whole).items():
         assert same(low[f"{EXPERTS}.down_proj_{part}"], made)
     back = tmp_path / "back"
-    assert peak_of(lambda: dequantize(tmp_path / "low", back, dtype="float32", run=run)) < whole.nbytes / 8
+    assert peak_of(lambda: dequantize(tmp_path / "low", back, dtype="float32", options=options)) < whole.nbytes / 8
     decoded = SCHEME.decompress(SCHEME.compress(whole), "float32")
     assert same(read_tensors(back)[f"{EXPERTS}.down_proj"], decoded)
     found = []

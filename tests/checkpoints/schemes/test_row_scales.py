@@ -41,7 +41,7 @@ def test_the_array_is_the_weight_and_so_are_its_products(dtype):
         np.testing.assert_array_equal(as_bytes(loaded.dequantize()), as_bytes(decoded))
         x = jax.device_put(weight((5, shape[1]), "float32", seed=1))
         whole = FLOAT8.decompress(tensors, "float32").astype(np.float64)
-        product = jlp.scaled_matmul(x, loaded, out_dtype=jnp.float32)
+        product = jlp.scaled_matmul(x, loaded, preferred_element_type=jnp.float32)
         np.testing.assert_allclose(product, np.asarray(x, np.float64) @ whole.T, rtol=1e-5, atol=1e-5)
 
 

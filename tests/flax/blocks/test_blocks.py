@@ -208,7 +208,7 @@ class TestLayersThatComputeThemselves:
     def test_with_adapters(self):
         mlp = jlp.nnx.MLP(K, F, rngs=nnx.Rngs(0), **BF16)
         before = mlp(X)
-        jlp.nnx.add_lora(mlp, 4, rngs=nnx.Rngs(1))
+        jlp.nnx.add_lora(mlp, rank=4, rngs=nnx.Rngs(1))
         assert type(mlp.up_proj) is jlp.nnx.LoRALinear
         with jlp.autocast(jlp.MXFP8BlockScaling()):
             y, grads = nnx_run(mlp, X)

@@ -93,7 +93,7 @@ def expected():
 class TestModels:
     def test_linen_has_the_bytes_of_products_by_hand(self, expected):
         model = jlp.linen.convert(LinenModel(), RECIPE)
-        explained = jlp.explain(model, ..., {"params": expected[0]}, X)
+        explained = jlp.explain(model, jlp.FROM_CONTEXT, {"params": expected[0]}, X)
         assert notes_of(explained) == NOTES
         assert [name for name, fmt in explained.formats.items() if fmt] == ["patch", "down", "up"]
         found = with_gradients(lambda params, x: model.apply({"params": params}, x))(expected[0], X)
@@ -117,7 +117,7 @@ class TestModels:
 
     def test_quantize_matmuls_finds_the_same(self, expected):
         theirs = jlp.quantize_matmuls(lambda params, x: LinenModel().apply({"params": params}, x), RECIPE)
-        assert notes_of(jlp.explain(theirs, ..., expected[0], X)) == NOTES
+        assert notes_of(jlp.explain(theirs, jlp.FROM_CONTEXT, expected[0], X)) == NOTES
         assert_same_bytes(with_gradients(theirs)(expected[0], X), expected[1])
 
     def test_without_a_recipe_it_is_flaxs(self):
@@ -161,7 +161,7 @@ class TestWhatStays:
             variables = variables_of(layer, x)
             model = jlp.linen.convert(nn.Sequential([layer]), RECIPE)
             inner = {"params": {"layers_0": variables["params"]}}
-            assert notes_of(jlp.explain(model, ..., inner, x)) == {"layers_0": note}
+            assert notes_of(jlp.explain(model, jlp.FROM_CONTEXT, inner, x)) == {"layers_0": note}
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 y = model.apply(inner, x)
@@ -224,6 +224,6 @@ class TestStates:
         assert_same_bytes(served(x), expected)
         model = jlp.linen.convert(nn.Conv(16, (2, 2), (2, 2)), recipe)
         variables = {"params": nnx.to_pure_dict(nnx.state(trained, nnx.Param))}
-        assert_same_bytes(model.apply(jlp.quantize_params(model, ..., variables, x), x), expected)
+        assert_same_bytes(model.apply(jlp.quantize_params(model, jlp.FROM_CONTEXT, variables, x), x), expected)
         with pytest.raises(ValueError, match="Conv: a padded convolution, but its kernel is quantised"):
             served(X)

@@ -136,7 +136,7 @@ class TestModel:
 
     def test_explain_names_each_layer_and_its_formats(self):
         model = jlp.linen.convert(Model(), RULES)
-        formats = jlp.explain(model, ..., variables_of(Model()), X).formats
+        formats = jlp.explain(model, jlp.FROM_CONTEXT, variables_of(Model()), X).formats
         assert {path: type(fmt) for path, fmt in formats.items()} == {
             "embed": type(None),
             "layers/up": jlp.MXFP8,
@@ -160,14 +160,14 @@ class TestModel:
 
     def test_part_of_another_module(self):
         parts = nn.Sequential([jlp.linen.convert(Model(), RECIPE), nn.Dense(8)])
-        formats = jlp.explain(parts, ..., variables_of(parts), X).formats
+        formats = jlp.explain(parts, jlp.FROM_CONTEXT, variables_of(parts), X).formats
         assert {path for path, fmt in formats.items() if fmt} == {f"layers_0/{path}" for path in PATHS}
 
     def test_quantized_parameters_are_served(self):
         recipe = jlp.Int4QAT(group_size=16, exclude=("layers",))
         model = jlp.linen.convert(Model(), recipe)
         variables = variables_of(model)
-        served = jlp.quantize_params(model, ..., variables, X)
+        served = jlp.quantize_params(model, jlp.FROM_CONTEXT, variables, X)
         assert isinstance(served["params"]["out"]["kernel"], jlp.QuantizedArray)
         assert_same_bytes(applied(model, served), applied(model, variables))
 
@@ -219,7 +219,7 @@ class TestWhatIsLeft:
         wanted = r"stay Flax's: 'layers_0' \(a OwnDense, a subclass\), 'layers_1' \(dot_general= is set\)$"
         with pytest.warns(UserWarning, match=wanted):
             variables = variables_of(model)
-        formats = jlp.explain(model, ..., variables, X).formats
+        formats = jlp.explain(model, jlp.FROM_CONTEXT, variables, X).formats
         assert [path for path, fmt in formats.items() if fmt] == ["layers_2"]
 
     @pytest.mark.parametrize("rules", [..., jlp.Int4QAT(exclude=("layers_0",))], ids=["context", "rules"])
@@ -237,7 +237,7 @@ class TestWhatIsLeft:
         layers = [jlp.linen.Dense(32), jlp.linen.Dense(32, recipe=None)]
         model = jlp.linen.convert(nn.Sequential(layers), RECIPE)
         assert_same_bytes(initialised(model), initialised(nn.Sequential(layers)))
-        formats = jlp.explain(model, ..., variables_of(model), X).formats
+        formats = jlp.explain(model, jlp.FROM_CONTEXT, variables_of(model), X).formats
         assert [fmt is None for fmt in formats.values()] == [False, True]
 
     @pytest.mark.parametrize("module", [{}, nn.Dense, lambda x: x])

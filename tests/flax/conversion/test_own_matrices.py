@@ -106,7 +106,7 @@ class TestLinen:
             "'positions' [16, 32], which are parameters of modules that are none of Flax's layers; "
             "jaxlowprec.quantize_matmuls reaches products by any parameter"
         ]
-        notes = {layer.path: layer.note for layer in jlp.explain(model, ..., variables, X).layers}
+        notes = {layer.path: layer.note for layer in jlp.explain(model, jlp.FROM_CONTEXT, variables, X).layers}
         own = "its module's own: see jaxlowprec.quantize_matmuls"
         assert notes == {"h_0/kernel": own, "h_1/kernel": own, "positions": own, "head": ""}
 

@@ -52,13 +52,13 @@ class Linen:
         module = jlp.linen.convert(self.module, rules)
         return lambda params: module.apply({"params": params}, TOKENS)
 
-    def explained(self, rules, recipe=...):
+    def explained(self, rules, recipe=jlp.FROM_CONTEXT):
         module = self.module if rules is None else jlp.linen.convert(self.module, rules)
         return jlp.explain(module, recipe, {"params": self.params}, TOKENS)
 
     def served(self, rules):
         module = jlp.linen.convert(self.module, rules)
-        return jlp.quantize_params(module, ..., {"params": self.params}, TOKENS)["params"]
+        return jlp.quantize_params(module, jlp.FROM_CONTEXT, {"params": self.params}, TOKENS)["params"]
 
 
 class Nnx:
@@ -78,7 +78,7 @@ class Nnx:
     def converted(self, rules):
         return lambda params: self.module(params, rules)(TOKENS)
 
-    def explained(self, rules, recipe=...):
+    def explained(self, rules, recipe=jlp.FROM_CONTEXT):
         return jlp.explain(self.module(self.params, rules), recipe)
 
     def served(self, rules):
@@ -120,7 +120,7 @@ def test_rules_name_it_by_the_embeddings_path(library, rules):
     model = library()
     by_function = jlp.quantize_matmuls(model.function, rules)
     assert_same_bytes(*jax.jit(lambda p: (model.converted(rules)(p), by_function(p)))(model.params))
-    rows = {row.path: row.roles for row in jlp.explain(by_function, ..., model.params).layers}
+    rows = {row.path: row.roles for row in jlp.explain(by_function, jlp.FROM_CONTEXT, model.params).layers}
     assert {row.path: row.roles for row in model.explained(rules).layers}["tokens"] == rows["tokens"]
 
 
@@ -147,7 +147,7 @@ def test_nnx_serves_tables_as_they_were_trained(where):
     """Calls of attend are not seen, so no table is refused: it stays, and attend follows the recipe without a scope."""
     model, by_context = Nnx(), where == "context"
     recipe = jlp.Int4QAT(16, exclude=(), scale_dtype="float16" if by_context else "bfloat16")
-    trained = model.module(model.params, ... if by_context else recipe)
+    trained = model.module(model.params, jlp.FROM_CONTEXT if by_context else recipe)
     scope = jlp.autocast(recipe) if by_context else contextlib.nullcontext()
     with scope, pytest.warns(UserWarning, match="the table of 'tokens' stays in high precision"):
         expected = nnx.jit(lambda model: model(TOKENS))(trained)
@@ -155,7 +155,7 @@ def test_nnx_serves_tables_as_they_were_trained(where):
     assert_same_bytes(served.tokens.embedding[...], trained.tokens.embedding[...])
     assert isinstance(served.mlp.kernel.get_value(), jlp.QuantizedArray)
     assert_same_bytes(nnx.jit(lambda model: model(TOKENS))(served), expected)
-    assert trained.tokens.recipe is (... if where == "context" else trained.mlp.recipe)
+    assert trained.tokens.recipe is (jlp.FROM_CONTEXT if where == "context" else trained.mlp.recipe)
 
 
 def test_a_table_beside_a_linear_head_is_served_without_a_word(recwarn):

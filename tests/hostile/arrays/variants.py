@@ -96,8 +96,10 @@ def quantize(rng):
         if given is not None:
             options[given] = (rest[-1], rest[-1]) if (given, direction) == ("amax", "both") else rest[-1]
         if direction == "both":
-            return jax.tree.leaves(jlp.quantize_both(x, fmt, hadamard, **options))
-        return jax.tree.leaves(jlp.quantize(x, fmt, -1 if direction == "rows" else -2, hadamard, **options))
+            return jax.tree.leaves(jlp.quantize_both(x, fmt, hadamard_columnwise=hadamard, **options))
+        return jax.tree.leaves(
+            jlp.quantize(x, fmt, axis=-1 if direction == "rows" else -2, hadamard=hadamard, **options)
+        )
 
     text = f"quantize {direction} of {dtype}{list(shape)} to {fmt!r}, hadamard={hadamard}, stochastic={stochastic}"
     return Variant(f"{text}, offset={offset}, given={given}", operands, call)
@@ -209,8 +211,8 @@ def hadamard(rng):
         return (numbers(rng, count, shape, dtype),)
 
     def call(implementation, x):
-        options = (-2 if vertical else -1, rotation.size, rotation.signs, bool(inverse))
-        return [jlp.hadamard_transform(x, *options, implementation=implementation)]
+        options = {"axis": -2 if vertical else -1, "size": rotation.size, "signs": rotation.signs}
+        return [jlp.hadamard_transform(x, **options, inverse=bool(inverse), implementation=implementation)]
 
     text = f"{rotation!r} of {dtype}{list(shape)}, vertical={vertical}, inverse={inverse}"
     return Variant(text, operands, call, any_nan=True)
@@ -229,7 +231,11 @@ def _epilogue(rng, shape, columns):
 
     def options(extras):
         extras = list(extras)
-        found = {"activation": activation, "out_dtype": out_dtype, "return_pre_activation": activation == "gelu"}
+        found = {
+            "activation": activation,
+            "preferred_element_type": out_dtype,
+            "return_pre_activation": activation == "gelu",
+        }
         found |= {"bias": extras.pop(0)} if with_bias else {}
         found |= {"accumulate": extras.pop(0)} if added else {}
         return found | ({"activation_input": extras.pop(0)} if activation == "dgelu" else {})

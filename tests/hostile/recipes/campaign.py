@@ -24,6 +24,7 @@ import hypothesis
 import jax
 from hypothesis import strategies
 
+import jaxlowprec as jlp
 from tests.hostile.recipes.calls import CALLS
 from tests.hostile.recipes.values import Asked, names, value
 from tests.hostile.worker import fault_of, place_of
@@ -73,7 +74,7 @@ def time_limit(seconds):
 
 def fault_of_refusal(call, arguments, said):
     """What keeps an error's text from being a sentence of who refuses and what is needed; "" if nothing does."""
-    if "*" in call.who and any(arguments.get("recipe") is none for none in (None, ...)):
+    if "*" in call.who and any(arguments.get("recipe") is none for none in (None, jlp.FROM_CONTEXT)):
         return ""
     if fault := fault_of(said):
         return fault

@@ -41,7 +41,10 @@ class _OwnText(str):
 
 
 SCALARS = {
-    **{repr(v): v for v in (None, True, False, ..., 0, 1, -1, 2, 3, 16, 32, 127, 128, 2**31, 2**32, 2**63)},
+    **{
+        repr(v): v
+        for v in (None, True, False, ..., jlp.FROM_CONTEXT, 0, 1, -1, 2, 3, 16, 32, 127, 128, 2**31, 2**32, 2**63)
+    },
     **{repr(v): v for v in (-(10**30), 10**30, 0.0, -0.0, 0.5, 1.0, 1e-40, 1e300, 1j)},
     **{repr(v): v for v in (float("nan"), float("inf"), -float("inf"), b"bytes", "", " ", "nearest", "stochastic")},
     **{
@@ -119,10 +122,13 @@ def arrays():
     }
     for fmt in ONE_OF_EACH:
         found[f"in {fmt}"] = jlp.quantize(x, fmt)
-    found |= {"vector in NVFP4": jlp.quantize(x[0], jlp.NVFP4()), "columns in NVFP4": jlp.quantize(x, jlp.NVFP4(), -2)}
-    found["columns in MXFP8"] = jlp.quantize(x, jlp.MXFP8(), -2)
-    found |= {"in Int4": jlp.quantize(x, jlp.Int4(32)), "columns in Int4": jlp.quantize(x, jlp.Int4(16), -2)}
-    found |= {"cube in Int4": jlp.quantize(found["cube"], jlp.Int4(16), -2)}
+    found |= {
+        "vector in NVFP4": jlp.quantize(x[0], jlp.NVFP4()),
+        "columns in NVFP4": jlp.quantize(x, jlp.NVFP4(), axis=-2),
+    }
+    found["columns in MXFP8"] = jlp.quantize(x, jlp.MXFP8(), axis=-2)
+    found |= {"in Int4": jlp.quantize(x, jlp.Int4(32)), "columns in Int4": jlp.quantize(x, jlp.Int4(16), axis=-2)}
+    found |= {"cube in Int4": jlp.quantize(found["cube"], jlp.Int4(16), axis=-2)}
     q = found["in NVFP4 1x16"]
     found |= {
         "without scale": dataclasses.replace(q, scale=None),

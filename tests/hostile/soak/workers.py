@@ -214,7 +214,7 @@ class TrainerProcess(Limits):
 
 def pushed(transport, version, timeout):
     try:
-        push(WeightSource(weights_of(version)), transport, version, max_bytes=BUCKET_BYTES, timeout=timeout)
+        push(WeightSource(weights_of(version)), transport, version=version, max_bytes=BUCKET_BYTES, timeout=timeout)
     except ERRORS as error:
         return f"{type(error).__name__}: {error}"
     return None

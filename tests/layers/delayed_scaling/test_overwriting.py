@@ -43,7 +43,7 @@ USES = {  # of the layer b beside a
 
 def a_state(num_experts=None):
     """After three steps, no two numbers the same."""
-    state = init_state(RECIPE, num_experts)
+    state = init_state(RECIPE, num_experts=num_experts)
     return {name: np.float32(i + 1 + np.arange(v.size).reshape(v.shape)) for i, (name, v) in enumerate(state.items())}
 
 
@@ -79,7 +79,7 @@ def in_microbatches(loss, tree):
 
 
 def accumulated(loss, tree):
-    _, gradients = jlp.accumulate_gradients(loss, 1)(tree, X)
+    _, gradients = jlp.accumulate_gradients(loss, microbatches=1)(tree, X)
     return keep_unused(gradients, tree)
 
 

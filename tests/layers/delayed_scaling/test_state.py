@@ -65,7 +65,7 @@ def gemms(x, w, dy, encode):
     w_row, w_column = jlp.quantize_both(w, E4M3, encode_scale=encode["kernel"])
     dy_row, dy_column = jlp.quantize_both(dy, E5M2, encode_scale=encode["output_grad"])
     pairs = (x_row, w_column.mT), (dy_row, w_row), (x_column.mT, dy_column.mT)
-    return tuple(jlp.scaled_matmul(a, b, out_dtype=jnp.float32) for a, b in pairs)
+    return tuple(jlp.scaled_matmul(a, b, preferred_element_type=jnp.float32) for a, b in pairs)
 
 
 @pytest.mark.parametrize("margin", [0, 2, -1])
@@ -216,8 +216,8 @@ class TestState:
         state = delayed_scaling.init_state(self.recipe) | {"kernel_amax_history": jnp.asarray([2.0, 3.0, 5.0])}
         quantized = jlp.quantize_kernel(self.w, self.recipe, state=state)
         encode = jnp.asarray(F(448) / F(5))
-        assert_same_bytes(quantized.rowwise, jlp.quantize(self.w, E4M3, -1, encode_scale=encode))
-        assert_same_bytes(quantized.columnwise, jlp.quantize(self.w, E4M3, -2, encode_scale=encode))
+        assert_same_bytes(quantized.rowwise, jlp.quantize(self.w, E4M3, axis=-1, encode_scale=encode))
+        assert_same_bytes(quantized.columnwise, jlp.quantize(self.w, E4M3, axis=-2, encode_scale=encode))
 
     def test_orbax_round_trip(self, tmp_path):
         _, state = step(

@@ -188,7 +188,7 @@ class TestWatching:
     @pytest.mark.slow
     def test_find_policy(self):
         batches = random_array((2, 32, K), seed=70)
-        found = jlp.find_policy(lambda kernels, x: loss(jlp.mlp, kernels, x), KERNELS, batches, FP8, 1 / 9)
+        found = jlp.find_policy(lambda kernels, x: loss(jlp.mlp, kernels, x), KERNELS, batches, FP8, budget=1 / 9)
         assert {row.layer for row in found.table} == set(MLP) and len(found.table) == 9
 
 

@@ -33,7 +33,7 @@ def separate_mlp(x, kernels, sizes, biases=None, recipe=None, key=None, *, activ
 
     def product(i, x):
         own = None if key is None else jax.random.fold_in(key, i)
-        return jlp.grouped_matmul(x, kernels[i], sizes, biases[i], recipe, own, name=names[i], **options)
+        return jlp.grouped_matmul(x, kernels[i], sizes, biases[i], recipe, key=own, name=names[i], **options)
 
     last, function = len(kernels) - 1, activation if callable(activation) else ACTIVATIONS[activation]
     return product(last, function(*(product(i, x) for i in range(last))))

@@ -31,7 +31,7 @@ def seen_state(recipe, experts=E, seed=0):
     """The state of a layer that has seen steps: every expert's is another one, some scales are kept."""
     numbers = np.random.default_rng(seed)
     state = {}
-    for name, leaf in init_state(recipe, experts).items():
+    for name, leaf in init_state(recipe, num_experts=experts).items():
         values = numbers.uniform(0.25, 4, leaf.shape).astype(np.float32)
         values[1] = 0.0 if name.endswith("history") else 0.5
         state[name] = jax.device_put(values)
@@ -104,7 +104,7 @@ class TestBits:
     @by_recipe
     def test_of_several_steps_from_the_start(self, recipe):
         x, kernels, bias, dy = operands()
-        of_groups, of_linears = init_state(recipe, E), init_state(recipe, E)
+        of_groups, of_linears = init_state(recipe, num_experts=E), init_state(recipe, num_experts=E)
         for i, case in enumerate([(40, 0, 1, 64, 33), (0, 70, 0, 64, 3), (10, 20, 30, 0, 33)]):
             given = 2**i * x, kernels / (i + 1), bias, dy / 4**i
             found, _ = step(recipe, *given, jnp.asarray(case, jnp.int32), of_groups)
@@ -129,7 +129,7 @@ class TestAnExpertWithoutRows:
         assert not np.any(dw[1])
 
     def test_keeps_the_scale_of_the_steps_that_had_rows(self):
-        state = init_state(RECIPE, E)
+        state = init_state(RECIPE, num_experts=E)
         full, empty = jnp.asarray([30] * E, jnp.int32), jnp.asarray([30, 0, 30, 30, 30], jnp.int32)
         (*_, state), _ = step(RECIPE, *operands(), full, state)
         (*_, state), _ = step(RECIPE, *operands(), empty, state)
@@ -181,7 +181,7 @@ def separate(x, kernels, sizes, biases, recipe, *, states, activation="swiglu"):
     function = jlp.swiglu if activation == "swiglu" else activation
     last = len(kernels) - 1
     products = [
-        functools.partial(jlp.grouped_matmul, kernels=w, group_sizes=sizes, bias=b, recipe=recipe, state=state)
+        functools.partial(jlp.grouped_matmul, rhs=w, group_sizes=sizes, bias=b, recipe=recipe, state=state)
         for w, b, state in zip(kernels, biases, states, strict=True)
     ]
     hidden, after = zip(*(product(x) for product in products[:last]), strict=True)

@@ -150,13 +150,15 @@ class TestKernelsQuantisedOnce:
 
     def test_of_another_number_of_experts(self):
         with pytest.raises(ValueError, match=r"has shape \(4, 3\).* needs \(5, 3\).* and 5 experts"):
-            jlp.quantize_kernel(self.kernels, RECIPE, state=init_state(RECIPE, 4), module_type="grouped_linear")
+            jlp.quantize_kernel(
+                self.kernels, RECIPE, state=init_state(RECIPE, num_experts=4), module_type="grouped_linear"
+            )
 
 
 class TestCalibrating:
     def test_is_in_high_precision_and_records_what_a_step_would(self):
         x, kernels, bias, dy = operands()
-        state = init_state(RECIPE, E)
+        state = init_state(RECIPE, num_experts=E)
 
         def results(state, **scope):
             with jlp.autocast(RECIPE, **scope):
@@ -258,7 +260,7 @@ class TestErrors:
                 ValueError,
                 r"has shape \(3,\).* needs \(5, 3\): make it anew for this recipe and 5 exp",
             ),
-            (init_state(RECIPE, 4), ValueError, r"has shape \(4, 3\).* needs \(5, 3\): .* and 5 experts"),
+            (init_state(RECIPE, num_experts=4), ValueError, r"has shape \(4, 3\).* needs \(5, 3\): .* and 5 experts"),
             ([1.0], TypeError, "state is a list; needs what .*init_state"),
         ],
         ids=["none", "of a linear", "of four experts", "list"],
@@ -273,11 +275,11 @@ class TestErrors:
     )
     def test_of_a_number_of_experts(self, experts, error, message):
         with pytest.raises(error, match=f"^init_state: {message}"):
-            init_state(RECIPE, experts)
+            init_state(RECIPE, num_experts=experts)
 
     def test_a_linear_does_not_take_the_state_of_experts(self):
         with pytest.raises(ValueError, match=r"^linear: .*has shape \(5, 3\).* needs \(3,\)"):
-            jlp.linear(self.x, self.kernels[0], recipe=RECIPE, state=init_state(RECIPE, E))
+            jlp.linear(self.x, self.kernels[0], recipe=RECIPE, state=init_state(RECIPE, num_experts=E))
 
     def test_a_recipe_without_a_state_hands_it_on(self):
         state = seen_state(RECIPE)

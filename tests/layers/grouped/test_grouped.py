@@ -278,7 +278,7 @@ class TestRaggedDot:
         def both():
             with jlp.autocast(recipe):
                 ours = jlp.ragged_dot(x, w, sizes)
-            return ours, jlp.grouped_matmul(x, w, sizes, recipe=recipe, out_dtype=jnp.float32)
+            return ours, jlp.grouped_matmul(x, w, sizes, recipe=recipe, preferred_element_type=jnp.float32)
 
         ours, expected = both()
         assert ours.dtype == jnp.float32

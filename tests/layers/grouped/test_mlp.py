@@ -110,13 +110,13 @@ def test_eight_bits_are_what_the_backward_pass_reads(recipe):
         def hidden(x, kernels, biases):
             calls = zip(kernels, biases, range(2), strict=True)
             return [
-                jlp.grouped_matmul(x, w, sizes, b, recipe, jax.random.fold_in(KEY, i), name=NAMES[i])
+                jlp.grouped_matmul(x, w, sizes, b, recipe, key=jax.random.fold_in(KEY, i), name=NAMES[i])
                 for w, b, i in calls
             ]
 
         def down(a, kernel, bias):
             key = jax.random.fold_in(KEY, 2)
-            return jlp.grouped_matmul(a, kernel, sizes, bias, recipe, key, name=NAMES[2])
+            return jlp.grouped_matmul(a, kernel, sizes, bias, recipe, key=key, name=NAMES[2])
 
         operands, first_back = jax.vjp(hidden, x, kernels[:2], biases[:2])
         decoded = [jlp.quantize(v, jlp.MXFP8()).dequantize() for v in operands]
@@ -131,7 +131,7 @@ def test_eight_bits_are_what_the_backward_pass_reads(recipe):
 @pytest.mark.parametrize("saved", often(["quantized"], SAVED))
 def test_the_result_has_another_dtype(saved):
     x, kernels, biases, dy = mlp_operands()
-    options = {"recipe": TAKEN["mxfp8"], "out_dtype": "float32"}
+    options = {"recipe": TAKEN["mxfp8"], "preferred_element_type": "float32"}
     sizes = jnp.asarray(SIZES["uneven"])
     found = step(jlp.grouped_mlp, x, kernels, biases, np.float32(dy), **options, saved=saved)
 
@@ -139,7 +139,7 @@ def test_the_result_has_another_dtype(saved):
     def expected(x, kernels, biases):
         product = functools.partial(jlp.grouped_matmul, group_sizes=sizes, recipe=options["recipe"])
         hidden = (product(x, w, bias=b) for w, b in zip(kernels[:2], biases[:2], strict=True))
-        return product(jlp.swiglu(*hidden), kernels[2], bias=biases[2], out_dtype="float32")
+        return product(jlp.swiglu(*hidden), kernels[2], bias=biases[2], preferred_element_type="float32")
 
     assert found[0].dtype == jnp.float32
     assert_same_bytes(found[0], expected(x, kernels, biases))
@@ -201,7 +201,7 @@ X, KERNELS, BIASES, _ = mlp_operands()
         ({"recipe": jlp.Float8BlockScaling(x_block_scaling_dim=2, w_block_scaling_dim=1)}, ValueError, "square tiles"),
         ({"recipe": jlp.Int4QAT(group_size=128)}, ValueError, "not a multiple of the group of 128"),
         ({"key": 5}, TypeError, "key=5"),
-        ({"out_dtype": "int8"}, TypeError, "out_dtype"),
+        ({"preferred_element_type": "int8"}, TypeError, "preferred_element_type"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
 )

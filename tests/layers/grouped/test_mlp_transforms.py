@@ -207,7 +207,7 @@ class TestWatching:
     @pytest.mark.slow
     def test_find_policy(self):
         batches = random_array((2, ROWS, K), seed=70)
-        found = jlp.find_policy(lambda w, x: loss(jlp.grouped_mlp, w, x), KERNELS, batches, FP8, 1 / 9)
+        found = jlp.find_policy(lambda w, x: loss(jlp.grouped_mlp, w, x), KERNELS, batches, FP8, budget=1 / 9)
         assert {row.layer for row in found.table} == set(NAMES)
 
 

@@ -47,10 +47,10 @@ def test_without_the_kernels(name):
     product = functools.partial(jlp.grouped_matmul, x, recipe=recipe, name=NAMES[0])
     if once.columnwise is None:  # fprop reads the kernels themselves
         with pytest.raises(ValueError, match="fprop is in high precision; pass the kernel, too"):
-            product(kernels=None, group_sizes=sizes, quantized_kernel=once)
+            product(rhs=None, group_sizes=sizes, quantized_kernel=once)
         return
-    y = jax.jit(lambda once: product(kernels=None, group_sizes=sizes, quantized_kernel=once))(once)
-    assert_same_bytes(y, jax.jit(lambda w: product(kernels=w, group_sizes=sizes))(kernels[0]))
+    y = jax.jit(lambda once: product(rhs=None, group_sizes=sizes, quantized_kernel=once))(once)
+    assert_same_bytes(y, jax.jit(lambda w: product(rhs=w, group_sizes=sizes))(kernels[0]))
 
 
 def test_nothing_is_quantised_again():
@@ -86,7 +86,7 @@ def test_what_does_not_fit_is_named(once, recipe, message):
 
 
 def test_neither_kernels_nor_quantised_ones():
-    with pytest.raises(ValueError, match="kernels is None; without quantized_kernel= there is no weight"):
+    with pytest.raises(ValueError, match="rhs is None; without quantized_kernel= there is no weight"):
         jlp.grouped_matmul(jnp.ones((4, 64)), None, np.asarray([4]), recipe=jlp.MXFP8BlockScaling())
 
 

@@ -58,9 +58,9 @@ def wgrad(x, dy, recipe, sign_key, key=KEY):
     """dw in float32 from matrices x and dy, by the roles of its operands."""
     rotation = jlp.Hadamard(recipe.size, "drawn")
     rounds = {"rounding": "stochastic", "key": key} if recipe.rounding == "stochastic" else {}
-    a = jlp.quantize(x, NVFP4, -2, rotation, sign_key=sign_key)
-    b = jlp.quantize(dy, NVFP4, -2, rotation, sign_key=sign_key, **rounds)
-    return jlp.scaled_matmul(a.mT, b.mT, out_dtype=jnp.float32)
+    a = jlp.quantize(x, NVFP4, axis=-2, hadamard=rotation, sign_key=sign_key)
+    b = jlp.quantize(dy, NVFP4, axis=-2, hadamard=rotation, sign_key=sign_key, **rounds)
+    return jlp.scaled_matmul(a.mT, b.mT, preferred_element_type=jnp.float32)
 
 
 class TestGemms:

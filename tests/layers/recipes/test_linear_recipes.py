@@ -54,17 +54,23 @@ def quantised(recipe, x, w, dy):
     rotation = gradient.hadamard or False
     key = KEY if gradient.rounding == "stochastic" else None
     x_options, w_options, dy_options = ({"encode_scale": encode[t]} for t in ("input", "kernel", "output_grad"))
-    x_row = jlp.quantize(x, roles.input.format, -1, **x_options)
-    x_column = jlp.quantize(x, roles.input.format, -2, roles.input.hadamard or False, **x_options)
-    w_row, w_column = (jlp.quantize(w, roles.weight.format, axis, **w_options) for axis in (-1, -2))
-    dy_row = jlp.quantize(dy, gradient.format, -1, False, gradient.rounding, key, **dy_options)
-    dy_column = jlp.quantize(dy, gradient.format, -2, rotation, gradient.rounding, key, **dy_options)
+    x_row = jlp.quantize(x, roles.input.format, axis=-1, **x_options)
+    x_column = jlp.quantize(x, roles.input.format, axis=-2, hadamard=roles.input.hadamard or False, **x_options)
+    w_row, w_column = (jlp.quantize(w, roles.weight.format, axis=axis, **w_options) for axis in (-1, -2))
+    dy_row = jlp.quantize(
+        dy, gradient.format, axis=-1, hadamard=False, rounding=gradient.rounding, key=key, **dy_options
+    )
+    dy_column = jlp.quantize(
+        dy, gradient.format, axis=-2, hadamard=rotation, rounding=gradient.rounding, key=key, **dy_options
+    )
     return (x_row, w_column.mT), (dy_row, w_row), (x_column.mT, dy_column.mT)
 
 
 @jax.jit
 def multiplied(pairs, like):
-    return [jlp.scaled_matmul(a, b, out_dtype=result.dtype) for (a, b), result in zip(pairs, like, strict=True)]
+    return [
+        jlp.scaled_matmul(a, b, preferred_element_type=result.dtype) for (a, b), result in zip(pairs, like, strict=True)
+    ]
 
 
 class TestGemms:
@@ -116,7 +122,7 @@ class TestGemms:
         def both(x, w, dy, bias):
             y, pullback = jax.vjp(lambda b: f(x, w, b), bias)
             (a, b), *_ = quantised(recipe, x, w, dy)
-            return y, pullback(dy)[0], jlp.scaled_matmul(a, b, bias, out_dtype=x.dtype)
+            return y, pullback(dy)[0], jlp.scaled_matmul(a, b, bias, preferred_element_type=x.dtype)
 
         y, of_bias, expected = both(x, w, dy, bias)
         assert_same_bytes(y, expected)
@@ -310,8 +316,12 @@ class TestCustom:
     @pytest.mark.parametrize(
         ("formats", "differentiated", "message"),
         [
-            ({"weight": Float8Block()}, False, "MXFP8 E4M3 1x32 and b is Float8Block E4M3 1x128; there is no GEMM of"),
-            ({"weight": MXFP8(scale_rule="floor")}, False, "scale_rule='up' and b has 'floor'; quantise both by the"),
+            (
+                {"weight": Float8Block()},
+                False,
+                "MXFP8 E4M3 1x32 and rhs is Float8Block E4M3 1x128; there is no GEMM of",
+            ),
+            ({"weight": MXFP8(scale_rule="floor")}, False, "scale_rule='up' and rhs has 'floor'; quantise both by the"),
             ({"input": MXFP8("e5m2"), "weight": MXFP8("e5m2")}, False, "no GEMM takes E5M2 x E5M2"),
             ({"weight": MXFP8("e5m2"), "grad_output": MXFP8("e5m2")}, True, "no GEMM takes E5M2 x E5M2"),
             ({"grad_output": Float8Tensor()}, True, "there is no GEMM of formats scaled differently"),

@@ -109,16 +109,17 @@ def dgrads_operands(recipe, w=W, dy=DY):
     fmt, signs = recipe.roles().input.format, drawn_signs(jax.random.key_data(KEY), STREAM_OF_DGRAD)
     rotation = jlp.Hadamard(recipe.rotation, "drawn")
     forward = jlp.quantize(w, fmt, axis=-2)
-    options = (fmt, -1, rotation, "eden", words_of(4)) if recipe.eden == "both" else (jlp.NVFP4(), -1, rotation)
-    again = jlp.quantize(forward.dequantize(jnp.bfloat16), *options, sign_key=signs)
-    return jlp.quantize(dy, fmt, -1, rotation, "eden", words_of(0), sign_key=signs), again
+    eden = {"rounding": "eden", "key": words_of(4)} if recipe.eden == "both" else {}
+    decoded = forward.dequantize(jnp.bfloat16)
+    again = jlp.quantize(decoded, fmt if eden else jlp.NVFP4(), axis=-1, hadamard=rotation, sign_key=signs, **eden)
+    return jlp.quantize(dy, fmt, axis=-1, hadamard=rotation, rounding="eden", key=words_of(0), sign_key=signs), again
 
 
 class TestProducts:
     @pytest.mark.parametrize("recipe", [RECIPE, SQUARE], ids=["1x16", "16x16"])
     def test_forward_reads_operands_of_chosen_scales(self, recipe):
         x, w = jlp.quantize(X, CHOSEN), jlp.quantize(W, recipe.roles().weight.format, axis=-2)
-        assert_same_bytes(step(recipe)[0], jlp.scaled_matmul(x, w.mT, out_dtype=X.dtype))
+        assert_same_bytes(step(recipe)[0], jlp.scaled_matmul(x, w.mT, preferred_element_type=X.dtype))
 
     @pytest.mark.parametrize(
         "changes",
@@ -134,17 +135,17 @@ class TestProducts:
         """N is 96: the last transform of 128 is padded in both operands."""
         recipe = jlp.NVFP4Eden(**changes)
         dy, w = dgrads_operands(recipe)
-        assert_same_bytes(step(recipe)[1], jlp.scaled_matmul(dy, w, out_dtype=X.dtype))
+        assert_same_bytes(step(recipe)[1], jlp.scaled_matmul(dy, w, preferred_element_type=X.dtype))
 
     def test_wgrads_input_is_that_of_the_forward_pass_if_asked(self):
         recipe = jlp.NVFP4Eden(requantize_input=True)
         rotation = jlp.Hadamard(128, "drawn")
         decoded = jlp.quantize(X, CHOSEN).dequantize(jnp.bfloat16)
         x, dy = (
-            jlp.quantize(a, CHOSEN, -2, rotation, "eden", words_of(stream), sign_key=KEY)
+            jlp.quantize(a, CHOSEN, axis=-2, hadamard=rotation, rounding="eden", key=words_of(stream), sign_key=KEY)
             for a, stream in ((decoded, 3), (DY, 0))
         )
-        assert_same_bytes(step(recipe)[2], jlp.scaled_matmul(x.mT, dy.mT, out_dtype=jnp.float32))
+        assert_same_bytes(step(recipe)[2], jlp.scaled_matmul(x.mT, dy.mT, preferred_element_type=jnp.float32))
         assert_same_bytes(step(recipe)[:2], step(RECIPE)[:2])
 
     def test_dgrad_of_square_weights_is_the_default_recipes(self):
@@ -190,7 +191,7 @@ class TestProducts:
         that of the weight that fprop reads."""
         shapes = (2048, 128), (128, 2048), (2048, 2048)
         x, w, dy = (jax.random.normal(jax.random.key(i), shape) for i, shape in enumerate(shapes))
-        read = jlp.quantize(w, recipe.roles().weight.format, -2).dequantize()
+        read = jlp.quantize(w, recipe.roles().weight.format, axis=-2).dequantize()
         exact = [jnp.matmul(a, b, precision="highest") for a, b in ((x, w), (dy, read.T), (x.T, dy))]
         found = [1000 * relative_square(*pair) for pair in zip(step(recipe, KEY, x, w, dy), exact, strict=True)]
         assert found == pytest.approx(errors, abs=0.5)
@@ -198,8 +199,8 @@ class TestProducts:
     def test_error_of_a_weight_that_is_quantised_again(self):
         """Of V2's second operand, against the weight that fprop reads: as large as that of a first quantisation."""
         w = np.random.default_rng(0).standard_normal((1024, 1024), np.float32)
-        read = jlp.quantize(w, jlp.NVFP4(), -2).dequantize(jnp.bfloat16)
-        again = jlp.quantize(read, jlp.NVFP4(), -1, jlp.Hadamard(128, "drawn"), sign_key=KEY)
+        read = jlp.quantize(w, jlp.NVFP4(), axis=-2).dequantize(jnp.bfloat16)
+        again = jlp.quantize(read, jlp.NVFP4(), axis=-1, hadamard=jlp.Hadamard(128, "drawn"), sign_key=KEY)
         assert 1000 * relative_square(again.dequantize(), read) == pytest.approx(9.03, abs=0.1)
 
     def test_wgrad_has_six_tenths_of_the_noise(self):
@@ -213,7 +214,7 @@ class TestProducts:
     @pytest.mark.parametrize("recipe", often([RECIPE], [RECIPE, SEARCH]), ids=["default", "search"])
     def test_their_mean_is_the_gradient(self, recipe):
         """That of the weight that the forward pass reads."""
-        read = jlp.quantize(W, recipe.roles().weight.format, -2).dequantize(jnp.bfloat16)
+        read = jlp.quantize(W, recipe.roles().weight.format, axis=-2).dequantize(jnp.bfloat16)
         x, dy = np.float32(X), np.float32(DY)
         exact = dy @ np.float32(read).T, x.T @ dy
         keys = jax.random.split(jax.random.key(0), 64)
@@ -234,8 +235,8 @@ class TestProducts:
         assert_same_bytes(found[2], step(RECIPE)[2])
         dy, _ = dgrads_operands(RECIPE)
         rotation = jlp.Hadamard(128, "drawn")
-        w = jlp.quantize(W, CHOSEN, -1, rotation, "eden", words_of(4), sign_key=dy.signs)
-        assert_same_bytes(found[1], jlp.scaled_matmul(dy, w, out_dtype=X.dtype))
+        w = jlp.quantize(W, CHOSEN, axis=-1, hadamard=rotation, rounding="eden", key=words_of(4), sign_key=dy.signs)
+        assert_same_bytes(found[1], jlp.scaled_matmul(dy, w, preferred_element_type=X.dtype))
 
     @pytest.mark.slow
     def test_a_kernel_that_is_quantised_once(self):
@@ -286,7 +287,7 @@ class TestProducts:
             y = jlp.linear(part[0], params["w"], recipe=RECIPE, name="up")
             return jnp.sum(y.astype(jnp.float32) * part[1].astype(jnp.float32))
 
-        _, found = jax.jit(jlp.accumulate_gradients(loss, 2))(params, batch)
+        _, found = jax.jit(jlp.accumulate_gradients(loss, microbatches=2))(params, batch)
         one, batch = jax.jit(jax.grad(loss)), jax.device_get(batch)
         each = [np.asarray(one(params, jax.tree.map(lambda a, i=i: a[i::2], batch))["w"]) for i in range(2)]
         np.testing.assert_allclose(found["w"], sum(each) / 2, rtol=1e-5, atol=1e-5)
@@ -343,7 +344,7 @@ class TestLayers:
         w, sizes = jnp.stack([W, -W]), jnp.array([100, 156], jnp.int32)
 
         def gradient(recipe):
-            loss = lambda w: jlp.grouped_matmul(X, w, sizes, None, recipe, KEY).astype(jnp.float32).var()  # noqa: E731
+            loss = lambda w: jlp.grouped_matmul(X, w, sizes, None, recipe, key=KEY).astype(jnp.float32).var()  # noqa: E731
             return jax.grad(loss)(w)
 
         with pytest.raises(ValueError, match="rows in groups take only NVFP4's rotation of size 16 with fixed signs"):

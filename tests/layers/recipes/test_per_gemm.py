@@ -62,11 +62,13 @@ def quantised(recipe, gemm, x, w, dy):
     roles = recipe.roles()
     rounds = {"rounding": roles.gradient.rounding, "key": KEY if roles.gradient.rounding == "stochastic" else None}
     if gemm == 0:
-        return jlp.quantize(x, roles.input.format), jlp.quantize(w, roles.weight.format, -2).mT
+        return jlp.quantize(x, roles.input.format), jlp.quantize(w, roles.weight.format, axis=-2).mT
     if gemm == 1:
         return jlp.quantize(dy, roles.gradient.format, **rounds), jlp.quantize(w, roles.weight.format)
-    column = jlp.quantize(x, roles.input.format, -2, roles.input.hadamard or False)
-    return column.mT, jlp.quantize(dy, roles.gradient.format, -2, roles.gradient.hadamard or False, **rounds).mT
+    column = jlp.quantize(x, roles.input.format, axis=-2, hadamard=roles.input.hadamard or False)
+    return column.mT, jlp.quantize(
+        dy, roles.gradient.format, axis=-2, hadamard=roles.gradient.hadamard or False, **rounds
+    ).mT
 
 
 def check(results, mixture, x, w, dy):
@@ -80,7 +82,7 @@ def check(results, mixture, x, w, dy):
         assert result.dtype == like.dtype
         if isinstance(recipe, jlp.Recipe):
             a, b = quantised(recipe, gemm, x, w, dy)
-            assert_same_bytes(result, jlp.scaled_matmul(a, b, out_dtype=like.dtype))
+            assert_same_bytes(result, jlp.scaled_matmul(a, b, preferred_element_type=like.dtype))
         else:
             seen, g = original if recipe is None else read, np.asarray(dy, np.float64)
             assert_is_product(result, *[(seen["x"], seen["w"]), (g, seen["w"].T), (seen["x"].T, g)][gemm])
@@ -213,7 +215,7 @@ class TestQuantizedKernel:
         recipe = jlp.PerGemm(*mixture)
         quantized = jlp.quantize_kernel(self.w, recipe)
         for form, fmt, axis in ((quantized.rowwise, row, -1), (quantized.columnwise, column, -2)):
-            assert_same_bytes(form, None if fmt is None else jlp.quantize(self.w, fmt, axis))
+            assert_same_bytes(form, None if fmt is None else jlp.quantize(self.w, fmt, axis=axis))
         assert quantized.shape == self.w.shape and not quantized.weight_only
         expected = run(recipe, self.x, self.w, self.dy)
         assert_same_bytes(run(recipe, self.x, self.w, self.dy, quantized_kernel=quantized), expected)

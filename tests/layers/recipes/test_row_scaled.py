@@ -62,8 +62,8 @@ def test_the_forward_pass_is_the_product_of_row_scaled_input():
 
     @jax.jit
     def both(x, w):
-        pair = jlp.quantize(x, ROWS), jlp.quantize(w, jlp.NVFP4((16, 16)), -2).mT
-        return jlp.linear(x, w, recipe=ROW_SCALED), jlp.scaled_matmul(*pair, out_dtype=x.dtype)
+        pair = jlp.quantize(x, ROWS), jlp.quantize(w, jlp.NVFP4((16, 16)), axis=-2).mT
+        return jlp.linear(x, w, recipe=ROW_SCALED), jlp.scaled_matmul(*pair, preferred_element_type=x.dtype)
 
     assert_same_bytes(*both(x, w))
 

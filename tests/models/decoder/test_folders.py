@@ -148,7 +148,7 @@ def test_experts_in_the_arrays_of_gpt_oss(tmp_path):
 
 
 def test_adapters_of_parts_are_joined(tmp_path):
-    decoder = jlp.nnx.add_lora(tiny.decoder("phi3"), 2, alpha=4.0, rngs=nnx.Rngs(0))
+    decoder = jlp.nnx.add_lora(tiny.decoder("phi3"), rank=2, alpha=4.0, rngs=nnx.Rngs(0))
     layer = decoder.layers[0].self_attn
     for n, part in enumerate((layer.q_proj, layer.k_proj, layer.v_proj)):
         numbers = np.random.default_rng(n).standard_normal(part.lora.lora_b.shape, np.float32)

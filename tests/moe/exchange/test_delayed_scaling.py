@@ -98,9 +98,9 @@ def assert_agree(found, expected, rtol=2**-6):
 
 FORMS = {
     "sum": (P(), {}),
-    "all_to_all": (P("a"), {"exchange": "all_to_all"}),
-    "deduplicated": (P("a"), {"exchange": "deduplicated"}),
-    "small buffers": (P("a"), {"exchange": "all_to_all", "buffer_factor": 0.2}),
+    "all_to_all": (P("a"), {"kind": "all_to_all"}),
+    "deduplicated": (P("a"), {"kind": "deduplicated"}),
+    "small buffers": (P("a"), {"kind": "all_to_all", "buffer_factor": 0.2}),
 }
 
 
@@ -112,15 +112,15 @@ OFTEN = [("nnx", "sum"), ("linen", "all_to_all"), ("nnx", "deduplicated")]
 @pytest.mark.parametrize(("library", "form"), often(OFTEN, CASES, 2))
 def test_states_are_those_of_one_device(library, form):
     library, (tokens, options), tape = LIBRARIES[library], FORMS[form], tapes("evenly")
-    found = states(library, mesh_of((4,)), tokens, tape, expert_axis="a", **options)
+    found = states(library, mesh_of((4,)), tokens, tape, exchange=jlp.moe.Exchange("a", **options))
     assert_agree(found, states(library, None, None, tape), 2**-4 if form == "deduplicated" else 2**-6)
 
 
 @pytest.mark.slow
 @each_library
 def test_rows_that_travel_as_codes_are_seen_as_they_arrive(library):
-    tape, options = tapes("evenly"), {"exchange": "all_to_all", "wire": "codes"}
-    found = states(library, mesh_of((4,)), P("a"), tape, expert_axis="a", **options)
+    tape, options = tapes("evenly"), {"kind": "all_to_all", "wire": "codes"}
+    found = states(library, mesh_of((4,)), P("a"), tape, exchange=jlp.moe.Exchange("a", **options))
     expected = states(library, None, None, tape)
     for part in ("gate_proj", "up_proj"):
         ours, theirs = (s[part]["input_amax_history"] for s in (found, expected))
@@ -129,15 +129,15 @@ def test_rows_that_travel_as_codes_are_seen_as_they_arrive(library):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("exchange", ["sum", "all_to_all", "deduplicated"])
+@pytest.mark.parametrize("kind", ["sum", "all_to_all", "deduplicated"])
 @pytest.mark.parametrize("case", ["evenly", "some in one place"])
-def test_tokens_that_are_split_along_another_axis_are_seen_too(exchange, case):
+def test_tokens_that_are_split_along_another_axis_are_seen_too(kind, case):
     """Whether or not the usual buffers are large enough for the tokens of each part of the mesh."""
     library, tape = LIBRARIES["nnx"], tapes(case)
-    tokens = P("b") if exchange == "sum" else P(("b", "a"))
-    options = {"expert_axis": "a", "exchange": exchange, "buffer_factor": 1.3}
-    found = states(library, mesh_of((2, 2), names="ba"), tokens, tape, **options)
-    assert_agree(found, states(library, None, None, tape), 2**-4 if exchange == "deduplicated" else 2**-6)
+    tokens = P("b") if kind == "sum" else P(("b", "a"))
+    exchange = jlp.moe.Exchange("a", kind=kind, buffer_factor=1.3)
+    found = states(library, mesh_of((2, 2), names="ba"), tokens, tape, exchange=exchange)
+    assert_agree(found, states(library, None, None, tape), 2**-4 if kind == "deduplicated" else 2**-6)
 
 
 @each_library
@@ -145,7 +145,10 @@ def test_a_state_that_is_not_split_as_the_kernels_are_is_named(library):
     alone = whole(library)
     specs = jax.tree.map(lambda leaf: P("a") if leaf.ndim == 3 else P(), alone.tree)
     mapped = jax.shard_map(
-        split(library, alone, expert_axis="a").apply, mesh=mesh_of((4,)), in_specs=(specs, P()), out_specs=P()
+        split(library, alone, exchange=jlp.moe.Exchange("a")).apply,
+        mesh=mesh_of((4,)),
+        in_specs=(specs, P()),
+        out_specs=P(),
     )
     with jlp.autocast(RECIPE), pytest.raises(ValueError, match=r"has shape \(16, 3\).* needs \(4, 3\).* and 4 experts"):
         jax.eval_shape(mapped, alone.tree, X)

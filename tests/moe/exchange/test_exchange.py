@@ -166,8 +166,8 @@ class TestBlocks:
         return random_array((4, TOKENS, self.width), seed=5)
 
     def split(self, library, alone, **options):
-        options = {"expert_axis": "a", "exchange": "all_to_all"} | options
-        return library.like(alone, self.block(library, **options))
+        exchange = jlp.moe.Exchange("a", **{"kind": "all_to_all"} | options)
+        return library.like(alone, self.block(library, exchange=exchange))
 
     def step(self, model):
         """Of a loss that is a sum over sequences, whatever device has them."""
@@ -185,14 +185,14 @@ class TestBlocks:
 
     @pytest.mark.slow
     @each_library
-    @pytest.mark.parametrize("exchange", ["all_to_all", "deduplicated"])
+    @pytest.mark.parametrize("kind", ["all_to_all", "deduplicated"])
     @pytest.mark.parametrize("recipe", [None, jlp.MXFP8BlockScaling()], ids=["bf16", "mxfp8"])
-    def test_a_step_is_that_of_one_device(self, library, recipe, exchange):
+    def test_a_step_is_that_of_one_device(self, library, recipe, kind):
         alone, x = library.model(self.block(library), self.x()), self.x()
         specs = jax.tree.map(lambda leaf: P("a") if leaf.ndim == 3 else P(), alone.tree)
         places = (P("a"), P("a")), (specs, P("a"))
         mapped = jax.shard_map(
-            self.step(self.split(library, alone, exchange=exchange)),
+            self.step(self.split(library, alone, kind=kind)),
             mesh=mesh_of((4,)),
             in_specs=(specs, P("a")),
             out_specs=places,
@@ -201,7 +201,7 @@ class TestBlocks:
             found, (of_tree, of_x) = jax.jit(mapped, compiler_options=EXACT)(alone.tree, x)
             wanted, (of_whole, of_tokens) = jax.jit(self.step(alone), compiler_options=EXACT)(alone.tree, x)
         assert_same_bytes(found[1], wanted[1])
-        near = self.near if exchange == "deduplicated" else self.same_but_for_the_router
+        near = self.near if kind == "deduplicated" else self.same_but_for_the_router
         near(found[0], wanted[0])
         router, experts = (
             [(path, leaf) for path, leaf in jax.tree.flatten_with_path(of_tree)[0] if (leaf.ndim == 3) == is_expert]
@@ -257,21 +257,24 @@ class TestBlocks:
         with jlp.autocast(jlp.MXFP8BlockScaling()):
             assert_same_bytes(result("codes"), result("rows"))
 
-    @each_library
     @pytest.mark.parametrize(
-        ("options", "message"),
+        ("options", "error", "message"),
         [
-            ({"exchange": "ring"}, "exchange='ring'; needs"),
-            ({"expert_axis": None, "exchange": "deduplicated"}, 'exchange="deduplicated" and no expert_axis'),
-            ({"expert_axis": None}, 'exchange="all_to_all" and no expert_axis; needs the mesh axis'),
-            ({"wire": "codes", "exchange": "sum"}, 'wire="codes" and exchange="sum"; needs exchange="all_to_all" or'),
-            ({"wire": "bits"}, "wire='bits'; needs"),
-            ({"buffer_factor": 0}, "buffer_factor=0; needs a number above 0"),
-            ({"buffer_factor": True}, "buffer_factor=True; needs a number above 0"),
-            ({"buffer_factor": float("nan")}, "buffer_factor=nan; needs a number above 0"),
+            ({"axis": None}, TypeError, "axis=None; needs the mesh axis of the experts"),
+            ({"axis": ["a"]}, TypeError, r"axis=\['a'\]; needs the mesh axis of the experts"),
+            ({"kind": "ring"}, ValueError, "kind='ring'; needs"),
+            ({"wire": "codes", "kind": "sum"}, ValueError, 'wire="codes" and kind="sum"; needs kind="all_to_all" or'),
+            ({"wire": "bits"}, ValueError, "wire='bits'; needs"),
+            ({"buffer_factor": 0}, ValueError, "buffer_factor=0; needs a number above 0"),
+            ({"buffer_factor": True}, ValueError, "buffer_factor=True; needs a number above 0"),
+            ({"buffer_factor": float("nan")}, ValueError, "buffer_factor=nan; needs a number above 0"),
         ],
     )
-    def test_what_cannot_be_is_named(self, library, options, message):
-        options = {"expert_axis": "a", "exchange": "all_to_all"} | options
-        with pytest.raises(ValueError, match=message):
-            library.model(self.block(library, **options), self.x())
+    def test_what_cannot_be_is_named(self, options, error, message):
+        with pytest.raises(error, match=f"^Exchange: {message}"):
+            jlp.moe.Exchange(**{"axis": "a", "kind": "all_to_all"} | options)
+
+    @each_library
+    def test_a_kind_is_no_exchange(self, library):
+        with pytest.raises(TypeError, match="MoE: exchange='sum'; needs a jaxlowprec.moe.Exchange, or None"):
+            library.model(self.block(library, exchange="sum"), self.x())

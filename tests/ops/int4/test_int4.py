@@ -69,10 +69,10 @@ def there_and_back(arrays, *, ways, implementation):
     """Quantised, dequantised and, where that gives the same, fake-quantised in each of the ways, in one program."""
     found = []
     for x, (fmt, axis) in zip(arrays, ways, strict=True):
-        q = jlp.quantize(x, fmt, axis, implementation=implementation)
+        q = jlp.quantize(x, fmt, axis=axis, implementation=implementation)
         out = [q, jlp.dequantize(q, implementation=implementation)]
         if x.dtype.name in ("float32", fmt.scale_dtype):
-            out.append(jlp.fake_quantize(x, fmt, axis, implementation=implementation))
+            out.append(jlp.fake_quantize(x, fmt, axis=axis, implementation=implementation))
         found.append(out)
     return found
 
@@ -93,7 +93,7 @@ def any_codes(shapes, symmetric):
 
 
 def decoded(arrays, implementation):
-    return [[jlp.dequantize(q, out, implementation=implementation) for out in FLOATS] for q in arrays]
+    return [[jlp.dequantize(q, dtype=out, implementation=implementation) for out in FLOATS] for q in arrays]
 
 
 @functools.partial(jax.jit, static_argnames=("fmt", "implementation"))
@@ -202,7 +202,7 @@ class Int4Cases:
         @self.compiled
         def gradients(x, g):
             def weighted(x, fmt):
-                return (jlp.fake_quantize(x, fmt, axis, implementation=self.implementation) * g).sum()
+                return (jlp.fake_quantize(x, fmt, axis=axis, implementation=self.implementation) * g).sum()
 
             return [jax.grad(weighted)(x, fmt) for fmt in formats]
 
@@ -278,7 +278,7 @@ class TestTransformations:
         x = weights((4096, 32), "float32", seed=5)
 
         def gradient(fmt, axis=-1):
-            run = compiled(None)(jax.grad(lambda x: jlp.fake_quantize(x, fmt, axis, ste="clipped").sum()))
+            run = compiled(None)(jax.grad(lambda x: jlp.fake_quantize(x, fmt, axis=axis, ste="clipped").sum()))
             return np.asarray(run(x))
 
         assert (gradient(jlp.Int4(32)) == 1).all()  # the largest magnitude has a code
@@ -305,7 +305,7 @@ class TestTransformations:
     def test_other_formats_are_quantised_and_dequantised(self, fmt):
         for dtype, axis in (("bfloat16", -1), ("float32", -2)):
             x = random_array((2, 40, 72), dtype)
-            assert_same_bytes(jlp.fake_quantize(x, fmt, axis), jlp.quantize(x, fmt, axis).dequantize())
+            assert_same_bytes(jlp.fake_quantize(x, fmt, axis=axis), jlp.quantize(x, fmt, axis=axis).dequantize())
 
     @pytest.mark.parametrize("spec", [P("a", "b"), P("b", "a"), P(None, ("a", "b"))], ids=str)
     @over_symmetric
@@ -326,8 +326,8 @@ class TestTransformations:
         x, fmt = weights((512, 64), "float32"), jlp.Int4(64)
 
         def run(x):
-            q = jlp.quantize(x, fmt, -2)
-            return q, jlp.dequantize(q), jlp.fake_quantize(x, fmt, -2)
+            q = jlp.quantize(x, fmt, axis=-2)
+            return q, jlp.dequantize(q), jlp.fake_quantize(x, fmt, axis=-2)
 
         result, found = on_mesh(run, [x], [P("b", "a")], mesh_of((2, 4)))
         assert_same_bytes(result, run(x))
@@ -338,7 +338,7 @@ class TestTransformations:
 
         def run(x):
             q = jlp.quantize(x, fmt)
-            return q.data, q.scale, q.zero_point, jlp.dequantize(q), jlp.fake_quantize(x, fmt, -1)
+            return q.data, q.scale, q.zero_point, jlp.dequantize(q), jlp.fake_quantize(x, fmt, axis=-1)
 
         checks = [
             export.DisabledSafetyCheck.custom_call(f"jaxlowprec_int4_{name}")
@@ -352,7 +352,7 @@ class TestTransformations:
         fmt = jlp.Int4(32, symmetric, "float16")
 
         def run(x):
-            q = jlp.quantize(x, fmt, -2)
+            q = jlp.quantize(x, fmt, axis=-2)
             return jlp.dequantize(q), jlp.fake_quantize(x, fmt)
 
         with claiming_cuda():

@@ -31,7 +31,7 @@ def shared(fmt):
 def test_all_gather_matmul(fmt, devices):
     x, w, bias = random_array((devices * M, K), seed=1), random_array((N, K), seed=2), random_array((N,), seed=3)
     b = jlp.quantize(w, weight_format(fmt))
-    options = {"bias": bias, "activation": "gelu", "out_dtype": jnp.float32}
+    options = {"bias": bias, "activation": "gelu", "preferred_element_type": jnp.float32}
 
     def local(shard):
         return jlp.all_gather_matmul(jlp.quantize(shard, fmt, **shared(fmt)), b, "a", **options)[None]
@@ -54,13 +54,13 @@ def test_matmul_reduce_scatter(fmt, devices):
         return jlp.quantize(x, fmt), jlp.quantize(w, weight_format(fmt))
 
     def local(shard, w):
-        return jlp.matmul_reduce_scatter(*product(shard, w), "a", out_dtype=jnp.float32)
+        return jlp.matmul_reduce_scatter(*product(shard, w), "a", preferred_element_type=jnp.float32)
 
     split = P(None, "a")
     function = jax.shard_map(local, mesh=mesh_of((devices,)), in_specs=(split, split), out_specs=P("a"))
     result, found = on_mesh(function, [x, w], [split, split], mesh_of((devices,)))
     parts = zip(jnp.split(x, devices, 1), jnp.split(w, devices, 1), strict=True)
-    terms = [np.asarray(jlp.scaled_matmul(*product(*part), out_dtype=jnp.float32)) for part in parts]
+    terms = [np.asarray(jlp.scaled_matmul(*product(*part), preferred_element_type=jnp.float32)) for part in parts]
     for j in range(devices):
         of_part = [terms[(j + 1 + i) % devices][j * M : (j + 1) * M] for i in range(devices)]
         assert_same_bytes(result[j * M : (j + 1) * M], functools.reduce(np.add, of_part))
@@ -93,12 +93,12 @@ GATHER, SCATTER = jlp.all_gather_matmul, jlp.matmul_reduce_scatter
 @pytest.mark.parametrize(
     ("error", "message", "call"),
     [
-        (TypeError, "a is a .*; needs a QuantizedArray", lambda q, x: GATHER(x, q, "a")),
+        (TypeError, "lhs is a .*; needs a QuantizedArray", lambda q, x: GATHER(x, q, "a")),
         (TypeError, "accumulate= is not among its options", lambda q, x: GATHER(q, q, "a", accumulate=x)),
         (TypeError, "bias= is not among its options", lambda q, x: SCATTER(q, q, "a", bias=x)),
         (ValueError, "axis_name='c'; needs an axis of the mesh", lambda q, x: GATHER(q, q, "c")),
         (ValueError, "has 30 rows for 4 devices along 'a'", lambda q, x: SCATTER(q, q, "a")),
-        (ValueError, "a is quantised along axis -2; needs -1", lambda q, x: GATHER(q.mT, q, "a")),
+        (ValueError, "lhs is quantised along axis -2; needs -1", lambda q, x: GATHER(q.mT, q, "a")),
         (ValueError, "needs a matrix: map over", lambda q, x: GATHER(q, jlp.quantize(x[None], q.format), "a")),
     ],
 )

@@ -94,7 +94,7 @@ def test_around_the_reference_the_result_is_the_oracles(names, formats, sizes, c
         extras["accumulate"] = random_array((2, m, n), "float32", 4)
     if activation == "dgelu":
         extras["activation_input"] = random_array((2, m, n), "float32", 5)
-    expected, _ = product(a, b, activation=activation, out_dtype=jnp.float32, **extras)
+    expected, _ = product(a, b, activation=activation, preferred_element_type=jnp.float32, **extras)
 
     epilogue = Epilogue("bias" in words, "accumulate" in words, activation, False, jnp.dtype("float32"))
     spec = MatmulSpec(a.format, b.format, False, False, False, epilogue, None, names == "float32 sums")

@@ -193,7 +193,7 @@ class TestQuantizing:
         x = random_array((rows, columns), "float32")
         found = group_amaxes(x, jnp.asarray(sizes, jnp.int32), True, Hadamard(), implementation)
         for index, first, end in groups_of(sizes, rows):
-            row, column = jlp.quantize_both(x[first:end], jlp.NVFP4(), True)
+            row, column = jlp.quantize_both(x[first:end], jlp.NVFP4(), hadamard_columnwise=True)
             assert_same_bytes((found[0][index], found[1][index]), (row.amax, column.amax))
         assert float(found[0][1]) == float(found[1][1]) == 0  # an empty group
 
@@ -282,7 +282,7 @@ class TestProducts:
         expected, x = np.zeros_like(y), np.asarray(x)
         for index, first, end in groups_of(sizes, rows):
             a, b = rows_alone(x[first:end], pair[0]), of_group(w, index)
-            expected[first:end] = product(a, b, np.asarray(bias)[index], out_dtype=y.dtype)[0]
+            expected[first:end] = product(a, b, np.asarray(bias)[index], preferred_element_type=y.dtype)[0]
         assert_same_bytes(y, expected)
 
     @by_pair
@@ -313,7 +313,7 @@ class TestProducts:
         operands = (np.asarray(x), fmt), (np.asarray(dy), dy_column.format)
         for index, first, end in groups_of(sizes, rows):
             pair = [rows_alone(v[first:end], f, -2, rotation_of(fmt)) for v, f in operands]
-            expected[index] = product(*pair, out_dtype=jnp.float32)[0]
+            expected[index] = product(*pair, preferred_element_type=jnp.float32)[0]
         assert_same_bytes(y, expected)
         if fmt.packed:
             assert_same_bytes(by_reference, expected)

@@ -46,7 +46,7 @@ def epilogue_operands(sizes, dtype, seed):
 def operands_and_products(formats, sizes):
     """Once for both implementations."""
     pairs = [operands(one, formats) for one in sizes]
-    return pairs, [product(*pair, out_dtype=jnp.float32)[0] for pair in pairs]
+    return pairs, [product(*pair, preferred_element_type=jnp.float32)[0] for pair in pairs]
 
 
 @functools.cache
@@ -86,7 +86,9 @@ class BytesCases:
         magnitudes = jax.lax.bitcast_convert_type(jnp.asarray(steps), jnp.bfloat16).astype(jnp.float32)
         a, b = (jlp.quantize(jnp.zeros((n, 16)), jlp.NVFP4()) for n in (1, steps.size))
         for bias in (magnitudes, -magnitudes):
-            assert_multiplies(a, b, self.implementation, bias=bias, activation="gelu", out_dtype=jnp.float32)
+            assert_multiplies(
+                a, b, self.implementation, bias=bias, activation="gelu", preferred_element_type=jnp.float32
+            )
 
     @pytest.mark.parametrize(
         "amaxes", [(1e-28, 1.0), (1e-20, 1e-18), (1e-30, 1e-30), (1e18, 1e20), (0.0, 1.0), (0.0, 3e38)]
@@ -95,7 +97,7 @@ class BytesCases:
         """Alpha is flushed and overflows where its float32 product does."""
         a, b = operands((5, 48, 21), PAIRS[0], seed=7)
         a, b = (dataclasses.replace(q, amax=jnp.float32(g)) for q, g in zip((a, b), amaxes, strict=True))
-        assert_multiplies(a, b, self.implementation, out_dtype=jnp.float32)
+        assert_multiplies(a, b, self.implementation, preferred_element_type=jnp.float32)
 
     @given(
         codes=st.binary(min_size=1, max_size=64),
@@ -107,7 +109,7 @@ class BytesCases:
         """Codes of every value, scales to NaN, tensor scales from zero to infinity."""
         a, b = operands((17, 64, 20), formats, codes=list(codes), scales=scales, amax=amax)
         b = dataclasses.replace(b, amax=jnp.float32(0.75))
-        assert_multiplies(a, b, self.implementation, out_dtype=jnp.float32)
+        assert_multiplies(a, b, self.implementation, preferred_element_type=jnp.float32)
 
     @given(
         values=st.lists(st.floats(width=32), min_size=1, max_size=48),
@@ -117,7 +119,7 @@ class BytesCases:
         """NaN, infinity, subnormals, ties and zero blocks, quantised and multiplied."""
         x, w = (jnp.asarray(np.resize(np.array(v, np.float32), (16, 32))) for v in (values, weights))
         a, b = jlp.quantize(x, jlp.NVFP4()), jlp.quantize(w, jlp.NVFP4((16, 16)))
-        assert_multiplies(a, b, self.implementation, out_dtype=jnp.float32)
+        assert_multiplies(a, b, self.implementation, preferred_element_type=jnp.float32)
 
 
 class TestBytesByReference(ByReference, BytesCases):
@@ -143,7 +145,7 @@ class ScaledMatmulCases:
         *batch, m, k, n = sizes
         a, b = (jlp.quantize(jnp.zeros((*batch, rows, k)), jlp.NVFP4()) for rows in (m, n))
         extras = epilogue_operands(sizes, "float32", seed=3)
-        y = jlp.scaled_matmul(a, b, **extras, out_dtype=jnp.float32, implementation=self.implementation)
+        y = jlp.scaled_matmul(a, b, **extras, preferred_element_type=jnp.float32, implementation=self.implementation)
         assert_same_numbers(y, extras["bias"][..., None, :] + extras["accumulate"])
 
     @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
@@ -177,7 +179,7 @@ class TestByKernels(ByKernels, ScaledMatmulCases):
 )
 @settings(max_examples=20)  # each is traced
 def test_kernels_of_arbitrary_sizes(sizes, formats, seed, out_dtype):
-    assert_multiplies(*operands(sizes, formats, seed), "ffi", out_dtype=out_dtype)
+    assert_multiplies(*operands(sizes, formats, seed), "ffi", preferred_element_type=out_dtype)
 
 
 class TestMeaning:
@@ -196,7 +198,7 @@ class TestMeaning:
             return numpy_oracle.decode(data, scale, 2688, fmt).astype(np.float64) * float(q.amax) / 2688
 
         x, w = decoded(a), decoded(b)
-        y = np.asarray(jlp.scaled_matmul(a, b, out_dtype=jnp.float32), np.float64)
+        y = np.asarray(jlp.scaled_matmul(a, b, preferred_element_type=jnp.float32), np.float64)
         assert np.abs(y).max() > 0
         assert (np.abs(y - x @ w.T) <= k * 2.0**-24 * (np.abs(x) @ np.abs(w).T)).all()
 
@@ -204,7 +206,9 @@ class TestMeaning:
         x, w = (jax.random.normal(jax.random.key(i), (64, 256)) for i in range(2))
         exact = np.asarray(x, np.float64) @ np.asarray(w, np.float64).T
         for fmt in (jlp.NVFP4(), jlp.NVFP4((16, 16))):
-            y = jlp.scaled_matmul(jlp.quantize(x, jlp.NVFP4()), jlp.quantize(w, fmt), out_dtype=jnp.float32)
+            y = jlp.scaled_matmul(
+                jlp.quantize(x, jlp.NVFP4()), jlp.quantize(w, fmt), preferred_element_type=jnp.float32
+            )
             assert np.linalg.norm(y - exact) < 0.16 * np.linalg.norm(exact)
 
     @pytest.mark.parametrize("hadamard", [True, jlp.Hadamard(signs=None), jlp.Hadamard(64)], ids=str)
@@ -212,19 +216,21 @@ class TestMeaning:
         x, w = (jax.random.normal(jax.random.key(i), (32, 100)) for i in range(2))
         a, b = (jlp.quantize(v, jlp.NVFP4(), hadamard=hadamard) for v in (x, w))
         exact = np.asarray(x, np.float64) @ np.asarray(w, np.float64).T
-        assert np.linalg.norm(jlp.scaled_matmul(a, b, out_dtype=jnp.float32) - exact) < 0.16 * np.linalg.norm(exact)
+        assert np.linalg.norm(
+            jlp.scaled_matmul(a, b, preferred_element_type=jnp.float32) - exact
+        ) < 0.16 * np.linalg.norm(exact)
 
     def test_columnwise_operands_contract_over_their_rows_as_mt(self):
         """The weight gradient: x^T dy from the columnwise results of quantize_both."""
         x, dy = random_array((48, 40), seed=1), random_array((48, 56), seed=2)
-        a, b = (jlp.quantize_both(v, jlp.NVFP4(), True)[1].mT for v in (x, dy))
+        a, b = (jlp.quantize_both(v, jlp.NVFP4(), hadamard_columnwise=True)[1].mT for v in (x, dy))
         separate = [jlp.quantize(v.T, jlp.NVFP4(), hadamard=True) for v in (x, dy)]
         assert_same_bytes(jlp.scaled_matmul(a, b), jlp.scaled_matmul(*separate))
 
     def test_gelu_is_the_tanh_form(self):
         bias = jnp.linspace(-12, 12, 4001)
         a, b = (jlp.quantize(jnp.zeros((n, 16)), jlp.NVFP4()) for n in (1, bias.size))
-        y = jlp.scaled_matmul(a, b, bias, "gelu", out_dtype=jnp.float32)[0]
+        y = jlp.scaled_matmul(a, b, bias, activation="gelu", preferred_element_type=jnp.float32)[0]
         v = np.asarray(bias, np.float64)
         exact = 0.5 * v * (1 + np.tanh(np.sqrt(2 / np.pi) * (v + 0.044715 * v**3)))
         np.testing.assert_allclose(y, exact, rtol=2e-5, atol=1e-7)
@@ -233,17 +239,30 @@ class TestMeaning:
         """Bias before the activation, accumulate after it, one cast at the end."""
         a, b = operands((16, 64, 24), PAIRS[0], seed=8, amax=0.01)
         bias, accumulate = random_array((24,), "float32", 1), random_array((16, 24), "float32", 2)
-        product = jlp.scaled_matmul(a, b, out_dtype=jnp.float32)
-        y, before = jlp.scaled_matmul(a, b, bias, "gelu", accumulate, jnp.float32, return_pre_activation=True)
+        product = jlp.scaled_matmul(a, b, preferred_element_type=jnp.float32)
+        y, before = jlp.scaled_matmul(
+            a,
+            b,
+            bias,
+            activation="gelu",
+            accumulate=accumulate,
+            preferred_element_type=jnp.float32,
+            return_pre_activation=True,
+        )
         assert_same_bytes(before, product + bias)
         np.testing.assert_allclose(y, jax.nn.gelu(before, approximate=True) + accumulate, rtol=1e-4, atol=1e-5)
-        assert_same_bytes(jlp.scaled_matmul(a, b, bias, "gelu", accumulate, jnp.float16), y.astype(jnp.float16))
+        assert_same_bytes(
+            jlp.scaled_matmul(a, b, bias, activation="gelu", accumulate=accumulate, preferred_element_type=jnp.float16),
+            y.astype(jnp.float16),
+        )
 
     @pytest.mark.parametrize("bad", [np.nan, np.inf])
     def test_bad_epilogue_operands_reach_the_result(self, bad):
         a, b = operands((5, 32, 6), PAIRS[0], amax=1)
         bias, accumulate = jnp.zeros(6).at[2].set(bad), jnp.zeros((5, 6)).at[3, 1].set(bad)
-        y = np.asarray(jlp.scaled_matmul(a, b, bias, "gelu", accumulate, jnp.float32))
+        y = np.asarray(
+            jlp.scaled_matmul(a, b, bias, activation="gelu", accumulate=accumulate, preferred_element_type=jnp.float32)
+        )
         finite = np.ones((5, 6), bool)
         finite[:, 2], finite[3, 1] = False, False
         np.testing.assert_array_equal(np.isfinite(y), finite)
@@ -270,7 +289,7 @@ from tests.helpers import digest, random_array
 assert native.platforms() == ("cpu",)
 x, w = random_array((256, 512), seed=1), random_array((320, 512), seed=2)
 row, column = jlp.quantize_both(x, jlp.NVFP4(), True, "stochastic", jax.random.key(0))
-y = jlp.scaled_matmul(row, jlp.quantize(w, jlp.NVFP4((16, 16))), out_dtype=jnp.float32)
+y = jlp.scaled_matmul(row, jlp.quantize(w, jlp.NVFP4((16, 16))), preferred_element_type=jnp.float32)
 z = jlp.hadamard_transform(column.dequantize(), -2)
 print("found", os.cpu_count() and len(os.sched_getaffinity(0)), *map(digest, jax.tree.leaves((row, column, y, z))))
 """
@@ -290,7 +309,7 @@ def rows_of(q, rows):
 def by_rows(a, b, bias):
     """The whole product, and the products of some rows of a."""
     multiply = functools.partial(
-        jlp.scaled_matmul, bias=bias, activation="gelu", out_dtype=jnp.float32, implementation="ffi"
+        jlp.scaled_matmul, bias=bias, activation="gelu", preferred_element_type=jnp.float32, implementation="ffi"
     )
     return multiply(a, b), [multiply(rows_of(a, rows), b) for rows in ROWS]
 
@@ -298,7 +317,7 @@ def by_rows(a, b, bias):
 @jax.jit
 def by_columns(a, b):
     """The whole product, and the products with some rows of b."""
-    multiply = functools.partial(jlp.scaled_matmul, out_dtype=jnp.float32, implementation="ffi")
+    multiply = functools.partial(jlp.scaled_matmul, preferred_element_type=jnp.float32, implementation="ffi")
     return multiply(a, b), [multiply(a, rows_of(b, columns)) for columns in COLUMNS]
 
 
@@ -343,5 +362,5 @@ class TestWhatDoesNotChangeTheBytes:
 def test_with_scales_of_zero_results_are_positive_zeros(columns, implementation):
     a, b = (jlp.quantize(random_array((8, columns), "float32", seed), jlp.NVFP4()) for seed in (1, 2))
     a = dataclasses.replace(a, scale=jnp.zeros_like(a.scale))
-    y = jlp.scaled_matmul(a, b, out_dtype=jnp.float32, implementation=implementation)
+    y = jlp.scaled_matmul(a, b, preferred_element_type=jnp.float32, implementation=implementation)
     assert not np.asarray(y).any() and not np.signbit(y).any()

@@ -76,7 +76,7 @@ over_kinds = pytest.mark.parametrize("pair", ONE_OF_EACH_KIND, ids=pair_name)
 @functools.cache
 def operands_and_products(pair):
     both = [operands(sizes, pair, seed=sum(sizes)) for sizes in (LONG, *SIZES)]
-    return both, [product(*ab, out_dtype=jnp.float32)[0] for ab in both]
+    return both, [product(*ab, preferred_element_type=jnp.float32)[0] for ab in both]
 
 
 def decoded(q):
@@ -148,7 +148,7 @@ def small_and_large(pair):
                 scale = flush(np.asarray(q.scale) * np.float32(2.0**exponent))
             scaled.append(dataclasses.replace(q, scale=jnp.asarray(scale)))
         pairs.append(tuple(scaled))
-    return pairs, [product(*ab, out_dtype=jnp.float32)[0] for ab in pairs]
+    return pairs, [product(*ab, preferred_element_type=jnp.float32)[0] for ab in pairs]
 
 
 class ScaledMatmulCases:
@@ -160,7 +160,7 @@ class ScaledMatmulCases:
     @over_kinds
     def test_error_bound(self, pair, magnitudes):
         a, b, exact, bound = of_magnitudes(pair, magnitudes)
-        y = jlp.scaled_matmul(a, b, out_dtype=jnp.float32, implementation=self.implementation)
+        y = jlp.scaled_matmul(a, b, preferred_element_type=jnp.float32, implementation=self.implementation)
         assert (np.abs(np.asarray(y, np.float64) - exact) <= bound).all()
 
     @over_kinds
@@ -172,7 +172,7 @@ class ScaledMatmulCases:
                 for rows, fmt in zip((m, n), pair, strict=True)
             )
             bias = jnp.arange(n, dtype=jnp.float32)
-            y = jlp.scaled_matmul(a, b, bias, out_dtype=jnp.float32, implementation=self.implementation)
+            y = jlp.scaled_matmul(a, b, bias, preferred_element_type=jnp.float32, implementation=self.implementation)
             assert_same_bytes(y, jnp.broadcast_to(bias, (*batch, m, n)))
 
     @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
@@ -184,7 +184,9 @@ class ScaledMatmulCases:
         poisoned = np.zeros(300, bool)
         height = 300 if fmt.scaling == "tensor" else fmt.block[0]
         poisoned[140 // height * height : (140 // height + 1) * height] = True
-        y = jlp.scaled_matmul(jlp.quantize(x, fmt), b, out_dtype=jnp.float32, implementation=self.implementation)
+        y = jlp.scaled_matmul(
+            jlp.quantize(x, fmt), b, preferred_element_type=jnp.float32, implementation=self.implementation
+        )
         np.testing.assert_array_equal(np.isnan(np.asarray(y)), np.repeat(poisoned[:, None], 12, axis=1))
 
 
@@ -206,7 +208,7 @@ class BytesCases:
         steps = np.arange(0x0000, 0x7FC1, 7, dtype=np.uint16)
         x = jax.lax.bitcast_convert_type(jnp.asarray(steps), jnp.bfloat16).astype(jnp.float32)
         a, b = (jlp.quantize(jnp.ones((n, 1)), jlp.MXFP4()) for n in (2, steps.size))
-        options = {"activation": "dgelu", "activation_input": jnp.stack([x, -x]), "out_dtype": jnp.float32}
+        options = {"activation": "dgelu", "activation_input": jnp.stack([x, -x]), "preferred_element_type": jnp.float32}
         assert_multiplies(a, b, self.implementation, **options)
 
 
@@ -223,7 +225,7 @@ class TestBytesByReference(ByReference, BytesCases):
         for sizes in ((33, 128, 65), (20, 300, 30)):
             a, b = operands(sizes, pair, seed=1)
             exact, bound = product_and_bound(a, b)
-            y = jlp.scaled_matmul(a, b, out_dtype=jnp.float32, implementation="reference")
+            y = jlp.scaled_matmul(a, b, preferred_element_type=jnp.float32, implementation="reference")
             assert (np.abs(np.asarray(y, np.float64) - exact) <= bound).all()
 
     def test_dgelu(self):
@@ -263,7 +265,7 @@ class TestBytesByKernels(ByKernels, BytesCases):
 )
 @settings(max_examples=20)  # each is traced
 def test_kernels_of_arbitrary_sizes(sizes, pair, seed, out_dtype):
-    assert_multiplies(*operands(sizes, pair, seed), "ffi", out_dtype=out_dtype)
+    assert_multiplies(*operands(sizes, pair, seed), "ffi", preferred_element_type=out_dtype)
 
 
 @given(codes=st.binary(min_size=1, max_size=64), pair=st.sampled_from(ONE_OF_EACH_KIND), data=st.data())
@@ -276,7 +278,7 @@ def test_kernels_of_arbitrary_bytes(codes, pair, data):
         scales = data.draw(st.lists(numbers, min_size=1, max_size=16))
     a, _ = operands((17, 256, 20), pair, codes=list(codes), scales=scales)
     _, b = operands((17, 256, 20), pair, seed=3)
-    assert_multiplies(a, b, "ffi", out_dtype=jnp.float32)
+    assert_multiplies(a, b, "ffi", preferred_element_type=jnp.float32)
 
 
 def exact_dgelu(x):
@@ -291,7 +293,7 @@ class TestEpilogue:
         v = np.linspace(-12, 12, 4001)
         a, b = (jlp.quantize(jnp.ones((n, 1)), jlp.MXFP8()) for n in (1, v.size))
         x = jnp.asarray(v[None], jnp.float32)
-        y = jlp.scaled_matmul(a, b, activation="dgelu", activation_input=x, out_dtype=jnp.float32)
+        y = jlp.scaled_matmul(a, b, activation="dgelu", activation_input=x, preferred_element_type=jnp.float32)
         np.testing.assert_allclose(y, exact_dgelu(x), rtol=2e-5, atol=2e-7)
         automatic = jax.vmap(jax.grad(functools.partial(jax.nn.gelu, approximate=True)))(x[0])
         np.testing.assert_allclose(y[0], automatic, rtol=1e-3, atol=1e-5)
@@ -301,10 +303,12 @@ class TestEpilogue:
         x, w, dy = (random_array(s, "float32", i) for i, s in enumerate(((24, 64), (40, 64), (24, 32))))
         v = random_array((32, 40), "float32", 3)
         a, b = jlp.quantize(x, jlp.MXFP8()), jlp.quantize(w, jlp.MXFP8())
-        _, before = jlp.scaled_matmul(a, b, activation="gelu", out_dtype=jnp.float32, return_pre_activation=True)
-        d, c = jlp.quantize(dy, jlp.MXFP8("e5m2")), jlp.quantize(v, jlp.MXFP8(), -2).mT
-        plain = jlp.scaled_matmul(d, c, out_dtype=jnp.float32)
-        back = jlp.scaled_matmul(d, c, activation="dgelu", activation_input=before, out_dtype=jnp.float32)
+        _, before = jlp.scaled_matmul(
+            a, b, activation="gelu", preferred_element_type=jnp.float32, return_pre_activation=True
+        )
+        d, c = jlp.quantize(dy, jlp.MXFP8("e5m2")), jlp.quantize(v, jlp.MXFP8(), axis=-2).mT
+        plain = jlp.scaled_matmul(d, c, preferred_element_type=jnp.float32)
+        back = jlp.scaled_matmul(d, c, activation="dgelu", activation_input=before, preferred_element_type=jnp.float32)
         np.testing.assert_allclose(back, np.float64(plain) * exact_dgelu(before), rtol=1e-4, atol=1e-4)
 
 
@@ -313,7 +317,9 @@ class TestMeaning:
     def test_it_approximates_the_product(self, pair):
         x, w = (jax.random.normal(jax.random.key(i), (64, 256)) for i in range(2))
         exact = np.asarray(x, np.float64) @ np.asarray(w, np.float64).T
-        error = np.linalg.norm(jlp.scaled_matmul(*map(jlp.quantize, (x, w), pair), out_dtype=jnp.float32) - exact)
+        error = np.linalg.norm(
+            jlp.scaled_matmul(*map(jlp.quantize, (x, w), pair), preferred_element_type=jnp.float32) - exact
+        )
         assert error < (0.2 if "e2m1" in (pair[0].element, pair[1].element) else 0.06) * np.linalg.norm(exact)
 
     @pytest.mark.parametrize("fmt", [jlp.MXFP8(), jlp.MXFP4(), jlp.Float8Block(), jlp.Float8Tensor()], ids=format_name)
@@ -329,7 +335,7 @@ class TestMeaning:
         exact = np.asarray(x, np.float64) @ np.asarray(w, np.float64).T
         for fmt in (jlp.MXFP8(), jlp.Float8Tensor()):
             a, b = (jlp.quantize(v, fmt, hadamard=True) for v in (x, w))
-            y = jlp.scaled_matmul(a, b, out_dtype=jnp.float32)
+            y = jlp.scaled_matmul(a, b, preferred_element_type=jnp.float32)
             assert np.linalg.norm(y - exact) < 0.06 * np.linalg.norm(exact)
 
     @over_kinds
@@ -370,7 +376,7 @@ class TestAgainstJax:
             theirs = jax.nn.scaled_matmul(codes(a), codes(b), a.scale, b.scale, preferred_element_type=jnp.float32)
         except NotImplementedError as error:
             pytest.skip(f"jax {jax.__version__}: {error}")
-        ours = jlp.scaled_matmul(a, b, out_dtype=jnp.float32)
+        ours = jlp.scaled_matmul(a, b, preferred_element_type=jnp.float32)
         if fmt.scaling == "two_level":
             ours = ours / (a.amax * b.amax / 2688**2)[:, None, None]
         scale = np.linalg.norm(theirs)
@@ -389,7 +395,8 @@ x, w = random_array((256, 520), seed=1), random_array((320, 520), seed=2)
 out = []
 for pair in ONE_OF_EACH_KIND:
     row, column = jlp.quantize_both(x, pair[0], rounding="stochastic", key=jax.random.key(0))
-    out += [row, column, row.dequantize(), jlp.scaled_matmul(row, jlp.quantize(w, pair[1]), out_dtype=jnp.float32)]
+    y = jlp.scaled_matmul(row, jlp.quantize(w, pair[1]), preferred_element_type=jnp.float32)
+    out += [row, column, row.dequantize(), y]
 print("found", len(os.sched_getaffinity(0)), *map(digest, jax.tree.leaves(out)))
 """
 
@@ -407,14 +414,16 @@ def rows_of(q, rows):
 @jax.jit
 def by_rows(a, b):
     """The whole product, and the products of some rows of a."""
-    multiply = functools.partial(jlp.scaled_matmul, activation="gelu", out_dtype=jnp.float32, implementation="ffi")
+    multiply = functools.partial(
+        jlp.scaled_matmul, activation="gelu", preferred_element_type=jnp.float32, implementation="ffi"
+    )
     return multiply(a, b), [multiply(rows_of(a, rows), b) for rows in ROWS]
 
 
 @jax.jit
 def by_columns(a, b):
     """The whole product, and the products with some rows of b."""
-    multiply = functools.partial(jlp.scaled_matmul, out_dtype=jnp.float32, implementation="ffi")
+    multiply = functools.partial(jlp.scaled_matmul, preferred_element_type=jnp.float32, implementation="ffi")
     return multiply(a, b), [multiply(a, rows_of(b, columns)) for columns in COLUMNS]
 
 

@@ -84,7 +84,7 @@ def assert_multiplies(x, q, *implementations, **options):
 def pairs_and_products(fmt, sizes, dtype):
     """Once for both implementations."""
     pairs = [operands(one, fmt, dtype) for one in sizes]
-    return pairs, [weight_only_product(*pair, out_dtype=jnp.float32)[0] for pair in pairs]
+    return pairs, [weight_only_product(*pair, preferred_element_type=jnp.float32)[0] for pair in pairs]
 
 
 ADDED = ((), ("bias",), ("accumulate",), ("bias", "accumulate"))
@@ -155,7 +155,7 @@ def any_scale_of_int4(dtype, scale):
         with np.errstate(over="ignore"):
             scales[::2] = scale
         pairs.append((random_array((3, 96)), dataclasses.replace(q, scale=scales)))
-    return pairs, [weight_only_product(*pair, out_dtype=jnp.float32)[0] for pair in pairs]
+    return pairs, [weight_only_product(*pair, preferred_element_type=jnp.float32)[0] for pair in pairs]
 
 
 class TestByReference(ByReference, WeightOnlyCases):
@@ -178,8 +178,8 @@ class TestByReference(ByReference, WeightOnlyCases):
     def test_float32_activations_are_within_a_rounding_a_product(self, fmt):
         """|y - y'| <= K 2^-23 |x||w|."""
         x, q = operands((5, 130, 21), fmt, "float32")
-        (y,), native = products([(x, q)], "reference"), weight_only_product(x, q, out_dtype=jnp.float32)[0]
-        w = np.abs(np.asarray(jlp.dequantize(q, jnp.float32), np.float64))
+        (y,), native = products([(x, q)], "reference"), weight_only_product(x, q, preferred_element_type=jnp.float32)[0]
+        w = np.abs(np.asarray(jlp.dequantize(q, dtype=jnp.float32), np.float64))
         difference = np.abs(np.asarray(y, np.float64) - native)
         assert (difference <= 130 * 2.0**-23 * (np.abs(np.asarray(x, np.float64)) @ w.T)).all()
 
@@ -205,7 +205,7 @@ class TestByKernels(ByKernels, WeightOnlyCases):
         scales |= random.integers(0, 2, scales.shape).astype(np.uint16) << 15
         x, q = operands((2, 512, 128), jlp.Int4(32))
         q = dataclasses.replace(q, scale=scales.view(jnp.bfloat16.dtype))
-        assert_multiplies(x * 2.0**-8, q, "ffi", out_dtype=jnp.float32)
+        assert_multiplies(x * 2.0**-8, q, "ffi", preferred_element_type=jnp.float32)
 
     @over_some
     def test_epilogue(self, fmt):
@@ -218,14 +218,14 @@ class TestByKernels(ByKernels, WeightOnlyCases):
     @pytest.mark.parametrize("fmt", [jlp.NVFP4(), jlp.MXFP4()], ids=str)
     def test_arbitrary_bytes(self, fmt, codes, scales):
         q = weight_from_bytes((20, 64), fmt, codes=list(codes), scales=scales)
-        assert_multiplies(random_array((3, 64)), q, "ffi", out_dtype=jnp.float32)
+        assert_multiplies(random_array((3, 64)), q, "ffi", preferred_element_type=jnp.float32)
 
     def test_values_that_are_not_finite(self):
         x = np.array(random_array((6, 70), "float32"))
         x[0, 3], x[1, 69], x[2] = np.inf, np.nan, 1e-40
         for fmt in ONE_OF_EACH[:1] + ONE_OF_EACH[2:]:
             fmt = dataclasses.replace(fmt, pad=True) if fmt.element == "int4" else fmt
-            assert_multiplies(x, weight_from_bytes((20, 70), fmt), "ffi", out_dtype=jnp.float32)
+            assert_multiplies(x, weight_from_bytes((20, 70), fmt), "ffi", preferred_element_type=jnp.float32)
 
 
 @given(
@@ -236,7 +236,7 @@ class TestByKernels(ByKernels, WeightOnlyCases):
 )
 @settings(max_examples=20)  # each is traced
 def test_kernels_of_arbitrary_sizes(sizes, fmt, dtype, seed):
-    assert_multiplies(*operands(sizes, fmt, dtype, seed), "ffi", out_dtype=jnp.float32)
+    assert_multiplies(*operands(sizes, fmt, dtype, seed), "ffi", preferred_element_type=jnp.float32)
 
 
 class TestWhatChangesNothing:
@@ -274,15 +274,16 @@ class TestWhatChangesNothing:
         kernel = random_array((256, 96), seed=1)
         x = random_array((5, 256))
         assert_same_bytes(
-            jlp.scaled_matmul(x, jlp.quantize(kernel, fmt, -2).mT), jlp.scaled_matmul(x, jlp.quantize(kernel.T, fmt))
+            jlp.scaled_matmul(x, jlp.quantize(kernel, fmt, axis=-2).mT),
+            jlp.scaled_matmul(x, jlp.quantize(kernel.T, fmt)),
         )
 
     @over_some
     def test_it_is_the_product_with_the_dequantised_weight(self, fmt):
         x, w = random_array((20, 512), seed=2), random_array((30, 512), seed=3)
         q = jlp.quantize(w, fmt)
-        exact = np.asarray(x, np.float64) @ np.asarray(jlp.dequantize(q, jnp.float32), np.float64).T
-        y = jlp.scaled_matmul(x, q, out_dtype=jnp.float32)
+        exact = np.asarray(x, np.float64) @ np.asarray(jlp.dequantize(q, dtype=jnp.float32), np.float64).T
+        y = jlp.scaled_matmul(x, q, preferred_element_type=jnp.float32)
         np.testing.assert_allclose(y, exact, rtol=1e-5, atol=1e-5 * np.abs(exact).max())
 
 
@@ -381,10 +382,10 @@ class TestSharding:
         x, q = operands((4, 8, 128, 64), fmt)
         q = jax.tree.map(lambda v: v[0], q)
         mesh = mesh_of((2, 2), axis_type)
-        wanted = jlp.scaled_matmul(x, q, jnp.ones(64), "gelu")
+        wanted = jlp.scaled_matmul(x, q, jnp.ones(64), activation="gelu")
         with jax.set_mesh(mesh):
             placed = place(x, mesh, P("a", None, None)), split(q, mesh, P("b", None))
-            y = jax.jit(lambda x, q: jlp.scaled_matmul(x, q, jnp.ones(64), "gelu"))(*placed)
+            y = jax.jit(lambda x, q: jlp.scaled_matmul(x, q, jnp.ones(64), activation="gelu"))(*placed)
         assert_same_bytes(y, wanted)
 
     def test_a_split_contraction_adds_the_epilogue_once(self, fmt):
@@ -392,7 +393,7 @@ class TestSharding:
         mesh = mesh_of((4,))
 
         def function(x, q):
-            return jlp.scaled_matmul(x, q, jnp.full(64, 100.0), "gelu", out_dtype=jnp.float32)
+            return jlp.scaled_matmul(x, q, jnp.full(64, 100.0), activation="gelu", preferred_element_type=jnp.float32)
 
         with jax.set_mesh(mesh):
             compiled = jax.jit(function).lower(place(x, mesh, P(None, "a")), split(q, mesh, P(None, "a"))).compile()
@@ -418,19 +419,19 @@ class TestErrors:
     @pytest.mark.parametrize(
         ("call", "error", "messages"),
         [
-            (lambda x, w: (x, w), TypeError, ["b is a", "needs a QuantizedArray"]),
-            (lambda x, w: (x.astype(int), jlp.quantize(w, jlp.NVFP4())), TypeError, ["a has dtype int32", "cast it"]),
-            (lambda x, w: (x[0], jlp.quantize(w, jlp.NVFP4())), ValueError, ["a has shape (64,)", "two dimensions"]),
-            (lambda x, w: (x, jlp.quantize(w[0], jlp.NVFP4())), ValueError, ["b has shape (64,)", "two dimensions"]),
+            (lambda x, w: (x, w), TypeError, ["rhs is a", "needs a QuantizedArray"]),
+            (lambda x, w: (x.astype(int), jlp.quantize(w, jlp.NVFP4())), TypeError, ["lhs has dtype int32", "cast it"]),
+            (lambda x, w: (x[0], jlp.quantize(w, jlp.NVFP4())), ValueError, ["lhs has shape (64,)", "two dimensions"]),
+            (lambda x, w: (x, jlp.quantize(w[0], jlp.NVFP4())), ValueError, ["rhs has shape (64,)", "two dimensions"]),
             (
-                lambda x, w: (x, jlp.quantize(w, jlp.NVFP4(), -2)),
+                lambda x, w: (x, jlp.quantize(w, jlp.NVFP4(), axis=-2)),
                 ValueError,
-                ["b of shape (32, 64) is quantised along axis -2", "quantise it with axis=-1, or pass b.mT"],
+                ["rhs of shape (32, 64) is quantised along axis -2", "quantise it with axis=-1, or pass rhs.mT"],
             ),
             (
                 lambda x, w: (x, jlp.quantize(w, jlp.NVFP4(), hadamard=True)),
                 ValueError,
-                ["b has hadamard=Hadamard(16)", "quantise the weight without hadamard="],
+                ["rhs has hadamard=Hadamard(16)", "quantise the weight without hadamard="],
             ),
             (lambda x, w: (x[:, :32], jlp.quantize(w, jlp.NVFP4())), ValueError, ["(4, 32)", "last axis: 32 and 64"]),
             (
@@ -453,7 +454,7 @@ class TestErrors:
             ({"bias": jnp.ones(32, int)}, TypeError, "bias has dtype int32"),
             ({"accumulate": jnp.ones((4, 3))}, ValueError, "accumulate has shape (4, 3); needs (4, 32)"),
             ({"activation": "relu"}, ValueError, "activation='relu'"),
-            ({"out_dtype": "int8"}, TypeError, "out_dtype=int8"),
+            ({"preferred_element_type": "int8"}, TypeError, "preferred_element_type=int8"),
             ({"implementation": "fast"}, ValueError, "implementation='fast'"),
         ],
         ids=lambda v: "-".join(v) if isinstance(v, dict) else None,

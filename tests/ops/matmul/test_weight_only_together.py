@@ -28,8 +28,8 @@ def biases_of(weights):
     return [random_array((q.shape[0],), "float32", 7 + i) for i, q in enumerate(weights)]
 
 
-def together(x, weights, biases=None, out_dtype=jnp.bfloat16):
-    return evaluated(weight_only_matmuls)("test", x, weights, biases or [None] * len(weights), out_dtype)
+def together(x, weights, biases=None, preferred_element_type=jnp.bfloat16):
+    return evaluated(weight_only_matmuls)("test", x, weights, biases or [None] * len(weights), preferred_element_type)
 
 
 def apart(x, weights, biases=None, **options):
@@ -56,7 +56,9 @@ def test_bytes_are_those_of_separate_products(isa, fmt, dtype):
         x, weights = operands(fmt, rows, dtype=dtype)
         biases = biases_of(weights)
         assert_all_same(together(x, weights), apart(x, weights))
-        assert_all_same(together(x, weights, biases, jnp.float32), apart(x, weights, biases, out_dtype=jnp.float32))
+        assert_all_same(
+            together(x, weights, biases, jnp.float32), apart(x, weights, biases, preferred_element_type=jnp.float32)
+        )
 
 
 def test_it_is_one_call_for_weights_of_one_format():
@@ -124,7 +126,7 @@ class TestSharding:
         x, weights = operands(fmt, (8,), 512)
         mesh = mesh_of((4,))
         biases = [jnp.full(n, 100.0) for n in COLUMNS]
-        function = functools.partial(together, out_dtype=jnp.float32)
+        function = functools.partial(together, preferred_element_type=jnp.float32)
         with jax.set_mesh(mesh):
             split = [jax.tree.map(lambda v: place(v, mesh, P(None, "a") if v.ndim else P()), q) for q in weights]
             found = jax.jit(function)(place(x, mesh, P(None, "a")), split, biases)

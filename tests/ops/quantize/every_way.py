@@ -28,12 +28,12 @@ def by_implementation(arrays, fmt, ways, implementation, given=None):
 def _in_every_way(arrays, given, *, fmt, ways, implementation):
     found = []
     for x, (rounding, axis, hadamard) in itertools.product(arrays, ways):
-        how = hadamard or False, rounding, KEYS[rounding]
+        how = {"rounding": rounding, "key": KEYS[rounding], "implementation": implementation, **given}
         if axis is not None:
-            found.append(jlp.quantize(x, fmt, axis, *how, implementation=implementation, **given))
+            found.append(jlp.quantize(x, fmt, axis=axis, hadamard=hadamard or False, **how))
             continue
-        options = given | ({"amax": (given["amax"],) * 2} if "amax" in given else {})
-        found += jlp.quantize_both(x, fmt, *how, implementation=implementation, **options)
+        how |= {"amax": (given["amax"],) * 2} if "amax" in given else {}
+        found += jlp.quantize_both(x, fmt, hadamard_columnwise=hadamard or False, **how)
     return found
 
 

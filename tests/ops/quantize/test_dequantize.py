@@ -37,7 +37,7 @@ def decoded(arrays, dtypes, implementation):
 
 
 def _decoded(arrays, *, dtypes, implementation):
-    return [jlp.dequantize(q, d, implementation=implementation) for q, d in zip(arrays, dtypes, strict=True)]
+    return [jlp.dequantize(q, dtype=d, implementation=implementation) for q, d in zip(arrays, dtypes, strict=True)]
 
 
 @functools.cache
@@ -121,7 +121,7 @@ class DequantizeCases:
         row = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.5, -1, -1.5, -2, -3, -4, -6, 0])
         x = jnp.asarray(row * 2.0 ** np.arange(-4, 4)[:, None], jnp.float32) * 1.75
         for axis, m in ((-1, x), (-2, x.T)):
-            q = jlp.quantize(m, jlp.NVFP4(), axis, implementation=self.implementation)
+            q = jlp.quantize(m, jlp.NVFP4(), axis=axis, implementation=self.implementation)
             np.testing.assert_allclose(jlp.dequantize(q, implementation=self.implementation), m, rtol=2.0**-22)
 
     def test_a_poisoned_block_decodes_to_nan_and_no_other(self):
@@ -169,14 +169,14 @@ class TestMeaning:
         grid = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
         scales = np.repeat(np.asarray(q.scale, np.float64), 16, axis=-1)
         np.testing.assert_array_equal(
-            np.asarray(jlp.dequantize(q, jnp.float32)), np.tile([*grid, *-grid], (3, 2)) * scales
+            np.asarray(jlp.dequantize(q, dtype=jnp.float32)), np.tile([*grid, *-grid], (3, 2)) * scales
         )
 
     @pytest.mark.parametrize("dtype", FLOATS)
     def test_the_default_dtype_is_the_quantised_arrays(self, dtype):
         q = jlp.quantize(random_array((16, 32), dtype), jlp.NVFP4())
         assert q.dequantize().dtype == jlp.dequantize(q).dtype == jnp.dtype(dtype)
-        assert jlp.dequantize(q, "float32").dtype == jnp.float32
+        assert jlp.dequantize(q, dtype="float32").dtype == jnp.float32
 
     @pytest.mark.parametrize("size", [16, 64, 256])
     @pytest.mark.parametrize("shape", [(40, 50), (3, 100, 7)], ids=str)
@@ -186,7 +186,9 @@ class TestMeaning:
 
         @jax.jit
         def there_and_back(x):
-            return [jlp.quantize(x, jlp.NVFP4(), axis, jlp.Hadamard(size)).dequantize() for axis in (-1, -2)]
+            return [
+                jlp.quantize(x, jlp.NVFP4(), axis=axis, hadamard=jlp.Hadamard(size)).dequantize() for axis in (-1, -2)
+            ]
 
         for y in there_and_back(x):
             assert y.shape == shape
@@ -195,7 +197,7 @@ class TestMeaning:
     @pytest.mark.parametrize("axis", [-1, -2])
     def test_a_rotated_poisoned_block_stays_within_its_transform(self, axis):
         x = random_array((64, 64), "float32").at[40, 20].set(jnp.inf)
-        q = jlp.quantize(x, jlp.NVFP4(), axis, True, amax=jnp.float32(8))
+        q = jlp.quantize(x, jlp.NVFP4(), axis=axis, hadamard=True, amax=jnp.float32(8))
         nan = np.isnan(np.asarray(jlp.dequantize(q)))
         expected = np.zeros((64, 64), bool)
         expected[(40, slice(16, 32)) if axis == -1 else (slice(32, 48), 20)] = True

@@ -35,7 +35,7 @@ over_rules = pytest.mark.parametrize("fmt", often(FORMATS[::3], FORMATS), ids=RU
 
 
 def quantized(x, fmt=FORMATS[0], axis=-2, key=KEY, **options):
-    return jlp.quantize(x, fmt, axis, True, "eden", key, **options)
+    return jlp.quantize(x, fmt, axis=axis, hadamard=True, rounding="eden", key=key, **options)
 
 
 class EdenCases(OracleCases):
@@ -254,16 +254,16 @@ def test_what_is_refused(fmt, options, message):
 @pytest.mark.parametrize("row", ["nearest", "stochastic"])
 def test_both_directions_with_a_rounding_each(row):
     x, fmt = random_array((64, 48)), jlp.NVFP4()
-    found = jlp.quantize_both(x, fmt, True, (row, "eden"), KEY)
-    rowwise = jlp.quantize(x, fmt, -1, rounding=row, key=KEY if row == "stochastic" else None)
+    found = jlp.quantize_both(x, fmt, hadamard_columnwise=True, rounding=(row, "eden"), key=KEY)
+    rowwise = jlp.quantize(x, fmt, axis=-1, rounding=row, key=KEY if row == "stochastic" else None)
     assert_same_bytes(found, (rowwise, quantized(x, fmt)))
 
 
 def test_both_directions_refuse_eden_of_plain_rows():
     x = random_array((32, 32))
     with pytest.raises(ValueError, match="of the rowwise result, which is not rotated; pass a pair"):
-        jlp.quantize_both(x, jlp.NVFP4(), True, "eden", KEY)
+        jlp.quantize_both(x, jlp.NVFP4(), hadamard_columnwise=True, rounding="eden", key=KEY)
     with pytest.raises(ValueError, match="without hadamard="):
-        jlp.quantize_both(x, jlp.NVFP4(), False, ("nearest", "eden"), KEY)
+        jlp.quantize_both(x, jlp.NVFP4(), hadamard_columnwise=False, rounding=("nearest", "eden"), key=KEY)
     with pytest.raises(TypeError, match="needs one rounding, or that of rows and that of columns"):
-        jlp.quantize_both(x, jlp.NVFP4(), True, ("eden",), KEY)
+        jlp.quantize_both(x, jlp.NVFP4(), hadamard_columnwise=True, rounding=("eden",), key=KEY)

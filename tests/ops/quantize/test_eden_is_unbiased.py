@@ -25,7 +25,7 @@ def student_t():
 
 
 def by_library(x, fmt, key):
-    return jlp.quantize(x, fmt, -1, ROTATION, "eden", key).dequantize()
+    return jlp.quantize(x, fmt, axis=-1, hadamard=ROTATION, rounding="eden", key=key).dequantize()
 
 
 def by_reference(x, fmt, key):

@@ -18,7 +18,7 @@ from tests.ops.quantize.test_quantize import NVFP4_SHAPES
 def there_and_back(x):
     """By each axis, rotated and not."""
     ways = itertools.product((-1, -2), (False, True))
-    return [jlp.quantize(x, jlp.NVFP4(), axis, hadamard).dequantize() for axis, hadamard in ways]
+    return [jlp.quantize(x, jlp.NVFP4(), axis=axis, hadamard=hadamard).dequantize() for axis, hadamard in ways]
 
 
 class TestRules:
@@ -50,7 +50,7 @@ class TestRules:
 
     def test_columnwise_is_rowwise_of_the_transposed(self):
         x = random_array((2, 40, 56))
-        column, row = jlp.quantize(x, jlp.NVFP4(), -2), jlp.quantize(jnp.swapaxes(x, -1, -2), jlp.NVFP4())
+        column, row = jlp.quantize(x, jlp.NVFP4(), axis=-2), jlp.quantize(jnp.swapaxes(x, -1, -2), jlp.NVFP4())
         assert_same_bytes(column, row)
         assert_same_bytes(column.mT, row)
 
@@ -63,9 +63,9 @@ class TestRules:
         x, key = random_array((70, 90)), jax.random.key(5)
         for block in ((1, 16), (16, 16)):
             for options in ({}, {"rounding": "stochastic", "key": key}):
-                row, column = jlp.quantize_both(x, jlp.NVFP4(block), True, **options)
+                row, column = jlp.quantize_both(x, jlp.NVFP4(block), hadamard_columnwise=True, **options)
                 assert_same_bytes(row, jlp.quantize(x, jlp.NVFP4(block), **options))
-                assert_same_bytes(column, jlp.quantize(x, jlp.NVFP4(block), -2, True, **options))
+                assert_same_bytes(column, jlp.quantize(x, jlp.NVFP4(block), axis=-2, hadamard=True, **options))
 
     def test_zero_tensor(self):
         for q in jlp.quantize_both(jnp.zeros((32, 32)), jlp.NVFP4()):

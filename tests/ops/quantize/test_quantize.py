@@ -68,7 +68,7 @@ def arrays_and_oracle(shapes, dtypes, fmt, ways):
 
 
 def to_float32(arrays, implementation):
-    return [jlp.dequantize(q, jnp.float32, implementation=implementation) for q in arrays]
+    return [jlp.dequantize(q, dtype=jnp.float32, implementation=implementation) for q in arrays]
 
 
 @functools.cache
@@ -147,7 +147,7 @@ class QuantizeCases:
     def test_what_is_not_finite_never_comes_out_finite(self):
         @self.compiled
         def both_and_with_an_amax(x):
-            both = jlp.quantize_both(x, jlp.NVFP4(), True, implementation=self.implementation)
+            both = jlp.quantize_both(x, jlp.NVFP4(), hadamard_columnwise=True, implementation=self.implementation)
             q = jlp.quantize(x, jlp.NVFP4(), amax=jnp.float32(4), implementation=self.implementation)
             return both, *(jlp.dequantize(one, implementation=self.implementation) for one in (*both, q))
 
@@ -179,7 +179,7 @@ class QuantizeCases:
         q = jlp.quantize(x, jlp.NVFP4(), implementation=self.implementation)
         assert q.shape == shape and jlp.dequantize(q).shape == shape
         if len(shape) > 1:
-            for q in jlp.quantize_both(x, jlp.NVFP4(), True, implementation=self.implementation):
+            for q in jlp.quantize_both(x, jlp.NVFP4(), hadamard_columnwise=True, implementation=self.implementation):
                 assert q.shape == shape and jlp.dequantize(q).shape == shape
 
     def test_slices_at_their_offset_have_the_bytes_of_the_whole(self):
@@ -267,7 +267,8 @@ def test_the_larger_shapes_of_the_exact_quantisation_matrix(shape, hadamard):
     """With the 16 shapes of tests/golden these make the 23 of the matrix, shapes x rotation x signs."""
     x = random_array(shape, "bfloat16", seed=shape[0])
     native, reference = (
-        jlp.quantize_both(x, jlp.NVFP4(), hadamard or False, implementation=i) for i in ("ffi", "reference")
+        jlp.quantize_both(x, jlp.NVFP4(), hadamard_columnwise=hadamard or False, implementation=i)
+        for i in ("ffi", "reference")
     )
     assert_same_bytes(native, reference)
 

@@ -113,7 +113,7 @@ class HostileCases:
         """A function of an array: its codes, scales and decoded values."""
 
         def run(x):
-            q = jlp.quantize(x, fmt, axis, implementation=self.implementation)
+            q = jlp.quantize(x, fmt, axis=axis, implementation=self.implementation)
             return q.data, q.scale, jlp.dequantize(q, implementation=self.implementation)
 
         return self.compiled(run)

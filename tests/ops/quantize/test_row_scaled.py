@@ -149,7 +149,7 @@ class TestGemm:
                 q.data, q.scale, jnp.float32(1), None, jlp.NVFP4(), q.matrix_shape, q.dtype, q.axis, None
             )
 
-        y = np.asarray(jlp.scaled_matmul(with_one(a), with_one(b), out_dtype=jnp.float32))
+        y = np.asarray(jlp.scaled_matmul(with_one(a), with_one(b), preferred_element_type=jnp.float32))
         amaxes = [np.asarray(q.amax)[:, None] if q.format.row_scaled else np.asarray(q.amax)[None] for q in (a, b)]
         if a.format.row_scaled and b.format.row_scaled:
             return y * amaxes[0] * amaxes[1].T
@@ -159,7 +159,7 @@ class TestGemm:
     @pytest.mark.parametrize("rows", [(True, False), (False, True), (True, True)], ids=str)
     def test_bytes_are_those_of_the_rule(self, rows, implementation):
         a, b = self.operands(rows)
-        y = jlp.scaled_matmul(a, b, out_dtype=jnp.float32, implementation=implementation)
+        y = jlp.scaled_matmul(a, b, preferred_element_type=jnp.float32, implementation=implementation)
         assert_same_bytes(y, self.by_rule(a, b))
 
     def test_a_row_depends_on_no_other(self):
@@ -172,9 +172,11 @@ class TestGemm:
         a, b = self.operands()
         bias, total = random_array((24,), "float32", 2), random_array((9, 24), "float32", 3)
         y = self.by_rule(a, b) + np.asarray(bias)
-        found = jlp.scaled_matmul(a, b, bias, accumulate=total, out_dtype=jnp.float32)
+        found = jlp.scaled_matmul(a, b, bias, accumulate=total, preferred_element_type=jnp.float32)
         assert_same_bytes(found, y + np.asarray(total))
-        _, before = jlp.scaled_matmul(a, b, bias, "gelu", out_dtype=jnp.float32, return_pre_activation=True)
+        _, before = jlp.scaled_matmul(
+            a, b, bias, activation="gelu", preferred_element_type=jnp.float32, return_pre_activation=True
+        )
         assert_same_bytes(before, y)
 
 

@@ -32,7 +32,7 @@ over_formats = pytest.mark.parametrize("fmt", CHOSEN_SCALES, ids=format_name)
 
 
 def to_float32(arrays, implementation):
-    return [jlp.dequantize(q, jnp.float32, implementation=implementation) for q in arrays]
+    return [jlp.dequantize(q, dtype=jnp.float32, implementation=implementation) for q in arrays]
 
 
 class ScaleRuleCases(OracleCases):
@@ -99,7 +99,7 @@ class ScaleRuleCases(OracleCases):
         @self.compiled
         def both_and_with_an_amax(x):
             options = {"implementation": self.implementation}
-            both = jlp.quantize_both(x, fmt, True, **options)
+            both = jlp.quantize_both(x, fmt, hadamard_columnwise=True, **options)
             q = jlp.quantize(x, fmt, amax=jnp.float32(4), **options)
             return both, *(jlp.dequantize(one, **options) for one in (*both, q))
 
@@ -215,7 +215,7 @@ def test_a_row_of_tiles_is_the_transposed_columns(fmt):
     if fmt.tiles:
         np.testing.assert_array_equal(jlp.dequantize(row), jlp.dequantize(column))
         np.testing.assert_array_equal(as_bytes(row.scale).T, as_bytes(column.scale))
-    assert_same_bytes(column, jlp.quantize(x, fmt, -2))
+    assert_same_bytes(column, jlp.quantize(x, fmt, axis=-2))
 
 
 @over_formats
@@ -232,6 +232,6 @@ def test_operands_of_different_rules_are_multiplied():
     rules = ("six", *RULES)
     for a, b in itertools.product(rules, rules):
         qa, qb = jlp.quantize(x, jlp.NVFP4(scale_rule=a)), jlp.quantize(w, jlp.NVFP4((16, 16), b))
-        y = jlp.scaled_matmul(qa, qb, out_dtype=jnp.float32)
-        a_numbers, b_numbers = (np.asarray(jlp.dequantize(q, jnp.float32), np.float64) for q in (qa, qb))
+        y = jlp.scaled_matmul(qa, qb, preferred_element_type=jnp.float32)
+        a_numbers, b_numbers = (np.asarray(jlp.dequantize(q, dtype=jnp.float32), np.float64) for q in (qa, qb))
         np.testing.assert_allclose(np.asarray(y), a_numbers @ b_numbers.T, rtol=1e-4, atol=1e-3)

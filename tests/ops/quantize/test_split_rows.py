@@ -58,7 +58,7 @@ class TestQuantize:
         assert_same_bytes((row, column), tuple(map(split, merged)))
         assert (row.shape, row.axis, column.shape, column.axis) == (x.shape, -1, x.shape, -2)
         assert_same_bytes(jlp.quantize(x, fmt, rows_split=True, **rounding), row)
-        assert_same_bytes(jlp.quantize(x, fmt, -2, rows_split=True, **rounding), column)
+        assert_same_bytes(jlp.quantize(x, fmt, axis=-2, rows_split=True, **rounding), column)
         assert_same_bytes(row.dequantize().reshape(-1, C), merged[0].dequantize())
         assert_same_bytes(column.dequantize().reshape(-1, C), merged[1].dequantize())
 
@@ -88,11 +88,14 @@ class TestQuantize:
 def test_a_rotation_and_given_amaxes():
     x, fmt = random_array((S, R, C), seed=4), jlp.NVFP4()
     for hadamard in (True, jlp.Hadamard(64)):
-        expected = jlp.quantize_both(x.reshape(-1, C), fmt, hadamard)
-        assert_same_bytes(jlp.quantize_both(x, fmt, hadamard, rows_split=True), tuple(map(split, expected)))
+        expected = jlp.quantize_both(x.reshape(-1, C), fmt, hadamard_columnwise=hadamard)
+        assert_same_bytes(
+            jlp.quantize_both(x, fmt, hadamard_columnwise=hadamard, rows_split=True), tuple(map(split, expected))
+        )
         amaxes = tuple(q.amax for q in expected)
         assert_same_bytes(
-            jlp.quantize_both(x, fmt, hadamard, amax=amaxes, rows_split=True), tuple(map(split, expected))
+            jlp.quantize_both(x, fmt, hadamard_columnwise=hadamard, amax=amaxes, rows_split=True),
+            tuple(map(split, expected)),
         )
     scale = jnp.float32(3)
     expected = jlp.quantize(x.reshape(-1, C), jlp.Float8Tensor(), encode_scale=scale)
@@ -116,16 +119,22 @@ class TestProducts:
         x, w = random_array((S, R, C), seed=8), random_array((512, C), seed=6)
         b = jlp.quantize(w, pair[1])
         a = jlp.quantize(x, pair[0], rows_split=True)
-        y = scaled_matmul_of_rows(a, b, self.bias, rows_split=True, out_dtype=jnp.float32, out_sharding=None)
-        merged = jlp.scaled_matmul(jlp.quantize(x.reshape(-1, C), pair[0]), b, self.bias, out_dtype=jnp.float32)
+        y = scaled_matmul_of_rows(
+            a, b, self.bias, rows_split=True, preferred_element_type=jnp.float32, out_sharding=None
+        )
+        merged = jlp.scaled_matmul(
+            jlp.quantize(x.reshape(-1, C), pair[0]), b, self.bias, preferred_element_type=jnp.float32
+        )
         assert_same_bytes(y, merged.reshape(S, R, -1))
 
     def test_parts_that_are_summed_over(self, pair):
         values = random_array((S, R, C), seed=9), random_array((S, R, 128), seed=10)
-        operands = [jlp.quantize(v, fmt, -2, rows_split=True).mT for v, fmt in zip(values, pair, strict=True)]
-        y = scaled_matmul_of_rows(*operands, None, rows_split=True, out_dtype=jnp.float32, out_sharding=None)
-        merged = [jlp.quantize(v.reshape(-1, v.shape[-1]), f, -2).mT for v, f in zip(values, pair, strict=True)]
-        assert_same_bytes(y, jlp.scaled_matmul(*merged, out_dtype=jnp.float32))
+        operands = [jlp.quantize(v, fmt, axis=-2, rows_split=True).mT for v, fmt in zip(values, pair, strict=True)]
+        y = scaled_matmul_of_rows(
+            *operands, None, rows_split=True, preferred_element_type=jnp.float32, out_sharding=None
+        )
+        merged = [jlp.quantize(v.reshape(-1, v.shape[-1]), f, axis=-2).mT for v, f in zip(values, pair, strict=True)]
+        assert_same_bytes(y, jlp.scaled_matmul(*merged, preferred_element_type=jnp.float32))
 
 
 class TestErrors:
@@ -134,7 +143,7 @@ class TestErrors:
             with pytest.raises(ValueError, match="rows_split=True and x has 40 rows in each part; .* of 16, or "):
                 jlp.quantize(jnp.ones((2, 40, 64)), **{"fmt": jlp.NVFP4()} | options, rows_split=True)
         with pytest.raises(ValueError, match="needs a multiple of 64"):
-            jlp.quantize_both(jnp.ones((2, 96, 64)), jlp.NVFP4(), jlp.Hadamard(64), rows_split=True)
+            jlp.quantize_both(jnp.ones((2, 96, 64)), jlp.NVFP4(), hadamard_columnwise=jlp.Hadamard(64), rows_split=True)
         jlp.quantize(jnp.ones((2, 40, 64)), jlp.NVFP4(), rows_split=True)  # its rows have any number
 
     def test_a_matrix_has_no_parts(self):

@@ -14,12 +14,12 @@ from tests.weight_sync.syncing import is_whole, model, over_tcp, packed
 @pytest.mark.parametrize("number", [np.int64, np.uint8, np.asarray, jnp.int32])
 def test_numbers_of_numpy_and_jax_are_versions(tmp_path, number):
     receiver = Receiver()
-    assert push(WeightSource(model(3)), InProcess(receiver), number(3)) == 3
+    assert push(WeightSource(model(3)), InProcess(receiver), version=number(3)) == 3
     assert type(receiver.version) is int and is_whole(receiver.weights, 3)
-    assert push(WeightSource(model(4)), DirectoryTransport(tmp_path), number(4)) == 4
+    assert push(WeightSource(model(4)), DirectoryTransport(tmp_path), version=number(4)) == 4
     assert pull(tmp_path, receiver) == 4
     with over_tcp() as (served, _, transport, _):
-        assert push(WeightSource(model(5)), transport, number(5)) == 5
+        assert push(WeightSource(model(5)), transport, version=number(5)) == 5
         assert served.version == 5
 
 

@@ -70,9 +70,13 @@ def test_a_push_brings_every_byte(transport):
 @both
 def test_versions_are_the_callers_or_count_up(transport):
     receiver = Receiver()
-    assert [push(WeightSource(numbered(i)), transport(receiver), v) for i, v in enumerate((7, None, 20))] == [7, 8, 20]
+    assert [push(WeightSource(numbered(i)), transport(receiver), version=v) for i, v in enumerate((7, None, 20))] == [
+        7,
+        8,
+        20,
+    ]
     with pytest.raises(Refused, match="version 20 is stale"):
-        push(WeightSource(numbered(4)), transport(receiver), 20)
+        push(WeightSource(numbered(4)), transport(receiver), version=20)
     assert receiver.version == 20 and receiver.state == "serving"
 
 
@@ -278,10 +282,10 @@ def test_readers_see_whole_versions_only_while_versions_come(transport):
         thread.start()
     for version in range(2, 80):
         if version % 3:
-            push(WeightSource(numbered(version, size=20_000)), transport(receiver), version, max_bytes=4000)
+            push(WeightSource(numbered(version, size=20_000)), transport(receiver), version=version, max_bytes=4000)
         else:
             with pytest.raises(PeerLost):
-                push(WeightSource(numbered(version)), Faulty(receiver, ("commit",)), version)
+                push(WeightSource(numbered(version)), Faulty(receiver, ("commit",)), version=version)
     stop.set()
     for thread in threads:
         thread.join(60)
@@ -295,7 +299,7 @@ def test_a_snapshot_stays_as_it_was(transport):
     push(WeightSource(numbered(1, size=20_000)), transport(receiver))
     old = receiver.weights
     for version in range(2, 6):
-        push(WeightSource(numbered(version, size=20_000)), transport(receiver), version)
+        push(WeightSource(numbered(version, size=20_000)), transport(receiver), version=version)
         assert is_whole(old) and old.version == 1 and is_whole(receiver.weights)
 
 

@@ -43,7 +43,11 @@ def sent(joined, version, shards=None, manifest=None, order=(0, 1), numbers=(0, 
     manifest = manifest or WeightSource(tree(version)).manifest
     shards = shards or parts(version)
     for process in order:
-        push(part_of(manifest, shards[process], numbers[process], count), InProcess(joined.parts[process]), version)
+        push(
+            part_of(manifest, shards[process], numbers[process], count),
+            InProcess(joined.parts[process]),
+            version=version,
+        )
 
 
 @pytest.fixture
@@ -152,7 +156,7 @@ def test_different_trees_are_refused(joined):
 def test_a_part_without_its_note_is_refused(joined, note):
     """Anything else that is sent to a part, such as a whole version."""
     other = WeightSource({"a": np.ones(2)} if note is None else {NOTE: np.frombuffer(note, np.uint8)})
-    push(other, InProcess(joined.parts[0]), 1)
+    push(other, InProcess(joined.parts[0]), version=1)
     with pytest.raises(Refused, match="do not fit together"):
         sent(joined, 1, order=(1,))
 
@@ -160,14 +164,14 @@ def test_a_part_without_its_note_is_refused(joined, note):
 def test_one_process_with_many_devices_sends_whole_arrays():
     joined, mesh = ShardedReceiver(Receiver(), 1), jax.make_mesh((jax.device_count(),), ("d",))
     array = jax.device_put(np.arange(64.0, dtype=np.float32), NamedSharding(mesh, P("d")))
-    assert push_all({"a": array, "n": np.int32(3)}, InProcess(joined.parts[0]), 7) == 7
+    assert push_all({"a": array, "n": np.int32(3)}, InProcess(joined.parts[0]), version=7) == 7
     assert np.array_equal(joined.receiver.weights["a"], array) and joined.receiver.weights["n"] == 3
 
 
 def test_mistakes_are_raised_before_anything_is_sent():
     joined = ShardedReceiver(Receiver(), 1)
     with pytest.raises(ValueError, match="version is 1.5; needs a whole number"):
-        push_all({"a": np.ones(1)}, InProcess(joined.parts[0]), 1.5)
+        push_all({"a": np.ones(1)}, InProcess(joined.parts[0]), version=1.5)
     with pytest.raises(TypeError, match="needs arrays"):
         push_all({"a": 1.0}, InProcess(joined.parts[0]))
     with pytest.raises(ValueError, match="processes=0; needs the number"):
@@ -181,7 +185,7 @@ def test_many_receivers_of_one_process():
     assert push_all(tree(1), fan_out).served == ("a", "b", "c")
     fan_out.remove("c")
     receivers["b"].receiver.pause(0.0)  # somebody else sends to it: the commit of the part is refused
-    found = push_all(tree(2), fan_out, 5)
+    found = push_all(tree(2), fan_out, version=5)
     assert (found.version, found.served, list(found.failed)) == (5, ("a",), ["b"])
     assert fan_out.receivers == ("a", "b")  # who refused stays
     assert [joined.receiver.version for joined in receivers.values()] == [5, 1, 1]

@@ -104,7 +104,7 @@ def main(coordinator, processes, process, kind, versions, first, address):
         if int(versions) and version == int(first) + int(versions):
             return
         try:
-            found = push_shards(sharded(version), transport, version, timeout=60)
+            found = push_shards(sharded(version), transport, version=version, timeout=60)
         except Exception:
             traceback.print_exc()
             multihost_utils.sync_global_devices("each has said why")  # the first one to end would end the others
