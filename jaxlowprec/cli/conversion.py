@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from jaxlowprec.checkpoints.conversion.convert import ConvertOptions, Report
-from jaxlowprec.checkpoints.conversion.plan import Calibrated
+from jaxlowprec.checkpoints.conversion.plan import CalibrationReport
 from jaxlowprec.checkpoints.gguf.gguf_file import SUFFIX
 from jaxlowprec.cli.streams import as_json, bar, emit, readable, say
 

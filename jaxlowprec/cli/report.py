@@ -11,7 +11,7 @@ from jaxlowprec.checkpoints.errors import CheckpointError
 from jaxlowprec.checkpoints.files.written_whole import written_whole
 from jaxlowprec.cli.streams import as_json, emit
 from jaxlowprec.telemetry.limits import Limits, findings
-from jaxlowprec.telemetry.recording import Following, Run
+from jaxlowprec.telemetry.recording import RecordFollower, Run
 from jaxlowprec.telemetry.report.page import page
 
 _LIMITS = {field.name: field.default for field in dataclasses.fields(Limits)}

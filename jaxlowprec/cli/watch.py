@@ -17,7 +17,7 @@ from jaxlowprec.cli.report import add_limits, limits_of, loaded
 from jaxlowprec.cli.streams import as_json, emit, printable
 from jaxlowprec.recipes.roles import GEMMS
 from jaxlowprec.telemetry.limits import LONGEST_NAME, Limits, findings
-from jaxlowprec.telemetry.recording import Following, Run
+from jaxlowprec.telemetry.recording import RecordFollower, Run
 
 _COLUMNS = ("underflow", "saturation", "floor", "sqnr", "bias")
 

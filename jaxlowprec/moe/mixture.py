@@ -21,7 +21,7 @@ from jaxlowprec.moe.wire import WIRES, Wire
 from jaxlowprec.ops.checks import mesh_axes
 
 ExchangeKind = Literal["sum", "all_to_all", "deduplicated"]
-Groups = InPlace | AllToAll | Deduplicated
+Groups = InPlace | AllToAll | DeduplicatedAllToAll
 
 
 @jax.tree_util.register_dataclass
@@ -176,7 +176,7 @@ def _combined(x: Array, routing: Routing, experts: Callable[[Array, Groups], Com
         return jax.lax.psum(y, axis), like
     how: Any = {"axis": axis, "factor": exchange.buffer_factor, "wire": exchange.wire}
     if exchange.kind == "deduplicated":
-        return experts(x, Deduplicated(routing, **how))
+        return experts(x, DeduplicatedAllToAll(routing, **how))
     return experts(x, AllToAll(dispatch(routing.experts, experts_in_all), routing.weights, **how))
 
 

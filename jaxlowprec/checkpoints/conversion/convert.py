@@ -165,7 +165,7 @@ def convert(
     include: Sequence[str] = (),
     defaults: Sequence[str] = DEFAULTS,
     leave_unfit: bool = False,
-    calibration: Calibrating | None = None,
+    calibration: Calibrator | None = None,
     options: ConvertOptions = ConvertOptions(),  # noqa: B008 (frozen)
 ) -> Report:
     """Quantises a checkpoint.
@@ -245,7 +245,7 @@ def _carry_out(
     destination: pathlib.Path,
     choices: dict[str, Any],
     options: ConvertOptions,
-    calibration: Prepared | None = None,
+    calibration: PreparedCalibration | None = None,
 ) -> Report:
     started = time.perf_counter()
     check_apart(source.path, destination)
@@ -262,7 +262,7 @@ def _carry_out(
     verified, found = None, None
     with claimed(destination, wanted):
         if calibration is not None and (options.verify or not _all_finished(plan, destination)):
-            counter = engine.Counter(plan.source_bytes, "calibrating", options.progress)
+            counter = jobs.Counter(plan.source_bytes, "calibrating", options.progress)
             plan, found = calibration.choose(plan, source, destination, counter.add)
         kept = write_shards(plan, source, destination, options.workers, options.progress)
         if source.indexed:

@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 
 from jaxlowprec.checkpoints.conversion.convert import ConvertOptions, Report
-from jaxlowprec.checkpoints.conversion.engine import Counter, in_parallel
 from jaxlowprec.checkpoints.conversion.heads import shares_embedding
 from jaxlowprec.checkpoints.conversion.jobs import Counter, in_parallel
 from jaxlowprec.checkpoints.conversion.modules import QuantisedModule, naming, quantised_modules, scheme_of

@@ -14,8 +14,8 @@ import ml_dtypes
 import numpy as np
 
 from jaxlowprec.checkpoints.conversion.convert import ConvertOptions, Report
-from jaxlowprec.checkpoints.conversion.engine import compare_shards, write_shards
-from jaxlowprec.checkpoints.conversion.plan import Arrays, Job, Left, Plan
+from jaxlowprec.checkpoints.conversion.jobs import compare_shards, write_shards
+from jaxlowprec.checkpoints.conversion.plan import Arrays, Job, LeftModule, Plan
 from jaxlowprec.checkpoints.conversion.resume import check_apart, check_claim, claimed
 from jaxlowprec.checkpoints.conversion.rules import splits
 from jaxlowprec.checkpoints.errors import CheckpointError, brief

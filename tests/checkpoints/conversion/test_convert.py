@@ -11,7 +11,7 @@ import pytest
 
 from jaxlowprec.checkpoints import schemes
 from jaxlowprec.checkpoints.conversion.convert import ConvertOptions, convert, dequantize, scheme_for
-from jaxlowprec.checkpoints.conversion.plan import Left
+from jaxlowprec.checkpoints.conversion.plan import LeftModule
 from jaxlowprec.checkpoints.conversion.quantizing import amax
 from jaxlowprec.checkpoints.conversion.rules import matching
 from jaxlowprec.checkpoints.errors import CheckpointError
@@ -262,7 +262,7 @@ def test_tensors_of_other_dtypes_are_copied_and_listed(tmp_path, dtype):
     report = convert(
         write_checkpoint(tmp_path / "source", tensors), tmp_path / "low", MXFP4, options=ConvertOptions(verify=True)
     )
-    assert Left("x", f"dtype {file_dtype(dtype)}") in report.left
+    assert LeftModule("x", f"dtype {file_dtype(dtype)}") in report.left
     low = read_tensors(tmp_path / "low")
     assert all(same(low[name], tensors[name]) for name in ("x.weight", "model.inv_freq"))
 

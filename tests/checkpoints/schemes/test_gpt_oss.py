@@ -8,7 +8,6 @@ import pytest
 
 from jaxlowprec.checkpoints import schemes
 from jaxlowprec.checkpoints.conversion.convert import ConvertOptions, convert, dequantize
-from jaxlowprec.checkpoints.conversion.engine import compare_shards
 from jaxlowprec.checkpoints.conversion.inspect import inspect
 from jaxlowprec.checkpoints.conversion.jobs import compare_shards
 from jaxlowprec.checkpoints.conversion.quantizing import plan_quantization
