@@ -7,6 +7,7 @@ import sys
 import threading
 
 import pytest
+from cryptography import x509
 
 from jaxlowprec.weight_sync.errors import PeerLost, SyncError
 from jaxlowprec.weight_sync.receiving.receiver import Receiver
@@ -15,8 +16,6 @@ from jaxlowprec.weight_sync.transports.sockets import Deadline
 from jaxlowprec.weight_sync.transports.tcp import TcpReceiver, TcpTransport
 from tests.weight_sync.relay import Relay
 from tests.weight_sync.syncing import SECRET, connected, is_whole, model, over_tcp, packed, sync
-
-x509 = pytest.importorskip("cryptography.x509")
 
 
 def trainer_of(listening, secret=SECRET, **options):
