@@ -81,6 +81,7 @@ def copy(port: int, whole: memoryview) -> None:
     """Plainly."""
     with socket.create_connection(("127.0.0.1", port)) as peer:
         peer.sendall(whole)
+        peer.shutdown(socket.SHUT_WR)
         peer.recv(1)
 
 
@@ -105,7 +106,7 @@ def main() -> None:
     each = nbytes // most
     fork = multiprocessing.get_context("fork")  # no JAX backend is initialised here
     ports, ends = [], []
-    for target, arguments in [(receive_plainly, (nbytes,))] * most + [(receive_weights, ())] * most:
+    for target, arguments in [(receive_plainly, (nbytes,))] * most + [(receive_weights, ())] * (1 + most):
         ours, theirs = fork.Pipe()
         fork.Process(target=target, args=(theirs, *arguments), daemon=True).start()
         ports.append(ours.recv())
@@ -114,7 +115,7 @@ def main() -> None:
     arrays = {f"layer.{i}": random.integers(0, 256, 16 << 20, np.uint8) for i in range(options.mebibytes // 16)}
     parts = dict(list(arrays.items())[: each >> 24])
     whole = memoryview(random.integers(0, 256, nbytes, np.uint8)).cast("B")
-    transports = [TcpTransport("127.0.0.1", port, SECRET) for port in ports[most:]]
+    transport, *transports = [TcpTransport("127.0.0.1", port, SECRET) for port in ports[most:]]
     source, versions = WeightSource(arrays), itertools.count(1)
     per_bucket = max(1, options.bucket_mebibytes // 16)
     seconds: dict[str, list[float]] = {side: [] for side in ("plain", "buckets", "push", "plain streams", "streams")}
@@ -124,13 +125,13 @@ def main() -> None:
             buckets, of_part = buckets_of(first, arrays, per_bucket), buckets_of(third, parts, per_bucket)
             for side, actions in (
                 ("plain", [functools.partial(copy, ports[0], whole)]),
-                ("buckets", [functools.partial(sync, transports[0], buckets, first)]),
+                ("buckets", [functools.partial(sync, transport, buckets, first)]),
                 (
                     "push",
-                    [functools.partial(push, source, transports[0], second, max_bytes=options.bucket_mebibytes << 20)],
+                    [functools.partial(push, source, transport, second, max_bytes=options.bucket_mebibytes << 20)],
                 ),
                 ("plain streams", [functools.partial(copy, port, whole[:each]) for port in ports[:most]]),
-                ("streams", [functools.partial(sync, transport, of_part, third) for transport in transports]),
+                ("streams", [functools.partial(sync, one, of_part, third) for one in transports]),
             ):
                 seconds[side].append(seconds_of(actions, threads))
     cases = []
