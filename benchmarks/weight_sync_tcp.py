@@ -1,22 +1,24 @@
 """Weights over TCP against a plain copy over a socket, both on loopback between two processes.
 
-    python benchmarks/weight_sync_tcp.py [--mebibytes 512] [--bucket-mebibytes 64] [--rounds 9] [--save]
+    python benchmarks/weight_sync_tcp.py [--mebibytes 512] [--bucket-mebibytes 64] [--streams 4] [--rounds 9] [--save]
 
 The plain copy is `sendall` of one buffer at one end and `recv_into` of one buffer, the same every time, at the other.
-The first case sends buckets that were made beforehand: a connection, handshake, pause, begin, signed frames,
-checksums verified, commit, resume; once plainly and once through TLS. The last one is `push`, which packs and
-checksums the next bucket while one travels.
+The first case sends buckets that were made beforehand: a connection, handshake, pause, begin, frames through TLS,
+checksums verified, commit, resume. `push` packs and checksums the next bucket while one travels. The last case has
+several receivers, each in its own process, and a thread for each in the trainer.
 """
 
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
 import functools
 import itertools
 import multiprocessing
 import socket
 import statistics
 import time
+from collections.abc import Callable
 
 import numpy as np
 from timing import save
@@ -48,9 +50,9 @@ def receive_plainly(connection, nbytes: int) -> None:
                 peer.sendall(b"1")
 
 
-def receive_weights(connection, encrypt: bool) -> None:
+def receive_weights(connection) -> None:
     """Takes syncs until told to stop."""
-    with TcpReceiver(Receiver(), SECRET, encrypt=encrypt) as listening:
+    with TcpReceiver(Receiver(), SECRET) as listening:
         connection.send(listening.address[1])
         connection.recv()
 
@@ -79,57 +81,70 @@ def copy(port: int, whole: memoryview) -> None:
     """Plainly."""
     with socket.create_connection(("127.0.0.1", port)) as peer:
         peer.sendall(whole)
+        peer.shutdown(socket.SHUT_WR)
         peer.recv(1)
+
+
+def seconds_of(actions: list[Callable[[], object]], threads: concurrent.futures.Executor) -> float:
+    """Of actions that run at the same time."""
+    started = time.perf_counter()
+    for running in [threads.submit(action) for action in actions]:
+        running.result()
+    return time.perf_counter() - started
 
 
 def main() -> None:
     """Measures and prints; writes benchmarks/results with --save."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--mebibytes", type=int, default=512)
+    parser.add_argument("--mebibytes", type=int, default=512, help="of all streams together")
     parser.add_argument("--bucket-mebibytes", type=int, default=64)
+    parser.add_argument("--streams", type=int, default=4, help="how many there are where there are several")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--save", action="store_true", help="write benchmarks/results")
     options = parser.parse_args()
-    nbytes = options.mebibytes << 20
+    nbytes, most = options.mebibytes << 20, options.streams
+    each = nbytes // most
     fork = multiprocessing.get_context("fork")  # no JAX backend is initialised here
     ports, ends = [], []
-    for target, arguments in ((receive_plainly, (nbytes,)), (receive_weights, (False,)), (receive_weights, (True,))):
+    for target, arguments in [(receive_plainly, (nbytes,))] * most + [(receive_weights, ())] * (1 + most):
         ours, theirs = fork.Pipe()
         fork.Process(target=target, args=(theirs, *arguments), daemon=True).start()
         ports.append(ours.recv())
         ends.append(ours)
     random = np.random.default_rng(0)
     arrays = {f"layer.{i}": random.integers(0, 256, 16 << 20, np.uint8) for i in range(options.mebibytes // 16)}
+    parts = dict(list(arrays.items())[: each >> 24])
     whole = memoryview(random.integers(0, 256, nbytes, np.uint8)).cast("B")
-    transport = TcpTransport("127.0.0.1", ports[1], SECRET)
-    through_tls = TcpTransport("127.0.0.1", ports[2], SECRET, encrypt=True)
+    transport, *transports = [TcpTransport("127.0.0.1", port, SECRET) for port in ports[most:]]
     source, versions = WeightSource(arrays), itertools.count(1)
-    seconds: dict[str, list[float]] = {"plain": [], "buckets": [], "tls": [], "push": []}
-    for _ in range(options.rounds + 1):
-        version = next(versions)
-        buckets = buckets_of(version, arrays, max(1, options.bucket_mebibytes // 16))
-        for side, action in (
-            ("plain", functools.partial(copy, ports[0], whole)),
-            ("buckets", functools.partial(sync, transport, buckets, version)),
-            ("tls", functools.partial(sync, through_tls, buckets, version)),
-            (
-                "push",
-                functools.partial(
-                    push, source, transport, version=next(versions), max_bytes=options.bucket_mebibytes << 20
+    per_bucket = max(1, options.bucket_mebibytes // 16)
+    seconds: dict[str, list[float]] = {side: [] for side in ("plain", "buckets", "push", "plain streams", "streams")}
+    with concurrent.futures.ThreadPoolExecutor(most) as threads:
+        for _ in range(options.rounds + 1):
+            first, second, third = (next(versions) for _ in range(3))
+            buckets, of_part = buckets_of(first, arrays, per_bucket), buckets_of(third, parts, per_bucket)
+            for side, actions in (
+                ("plain", [functools.partial(copy, ports[0], whole)]),
+                ("buckets", [functools.partial(sync, transport, buckets, first)]),
+                (
+                    "push",
+                    [
+                        functools.partial(
+                            push, source, transport, version=second, max_bytes=options.bucket_mebibytes << 20
+                        )
+                    ],
                 ),
-            ),
-        ):
-            started = time.perf_counter()
-            action()
-            seconds[side].append(time.perf_counter() - started)
-    plain = seconds["plain"][1:]  # the first ones fault memory in
+                ("plain streams", [functools.partial(copy, port, whole[:each]) for port in ports[:most]]),
+                ("streams", [functools.partial(sync, one, of_part, third) for one in transports]),
+            ):
+                seconds[side].append(seconds_of(actions, threads))
     cases = []
-    for side, what, target in (
-        ("buckets", "buckets made beforehand", TARGET),
-        ("tls", "buckets made beforehand, encrypted", None),
-        ("push", "push, packed and checksummed", TARGET),
+    for side, against, what, target in (
+        ("buckets", "plain", "buckets made beforehand", TARGET),
+        ("push", "plain", "push, packed and checksummed", TARGET),
+        ("streams", "plain streams", f"buckets made beforehand, {most} streams", TARGET),
     ):
-        ours = seconds[side][1:]
+        ours, plain = seconds[side][1:], seconds[against][1:]  # the first ones fault memory in
         case = {
             "case": f"TCP on loopback, {what}",
             "against": "a plain socket copy",
@@ -144,11 +159,12 @@ def main() -> None:
         }
         cases.append(case)
         print(
-            f"{case['case']:46} {options.mebibytes} MiB  {nbytes / 2**30 / case['ours']['median']:5.2f} GiB/s, plain "
+            f"{case['case']:50} {options.mebibytes} MiB  {nbytes / 2**30 / case['ours']['median']:5.2f} GiB/s, plain "
             f"{nbytes / 2**30 / case['theirs']['median']:5.2f} GiB/s: {case['ratio']['median']:.2f}x"
         )
-    socket.create_connection(("127.0.0.1", ports[0])).close()
-    for end in ends[1:]:
+    for port in ports[:most]:
+        socket.create_connection(("127.0.0.1", port)).close()
+    for end in ends[most:]:
         end.send(None)
     if options.save:
         save("weight_sync_tcp", {"cases": cases})

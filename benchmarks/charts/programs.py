@@ -59,6 +59,7 @@ def weight_sync() -> BarChart:
     tcp = {
         "TCP on loopback, buckets made beforehand": "TCP, packed beforehand",
         "TCP on loopback, push, packed and checksummed": "TCP, packed, checksums",
+        "TCP on loopback, buckets made beforehand, 4 streams": "TCP, packed beforehand, 4 streams",
     }
     panels = (
         Panel("a copy in memory", single("weight_sync", "a copy in memory", copies)),

@@ -25,10 +25,9 @@ from jaxlowprec.weight_sync.sending.session import Session, push
 from jaxlowprec.weight_sync.sending.source import WeightSource
 from jaxlowprec.weight_sync.sharded.joining import ShardedReceiver
 from jaxlowprec.weight_sync.sharded.sending import push_shards
-from jaxlowprec.weight_sync.transports.in_process import InProcess
 from jaxlowprec.weight_sync.transports.shared_memory import SharedMemoryReceiver, SharedMemoryTransport
 from jaxlowprec.weight_sync.transports.tcp import TcpReceiver, TcpTransport
-from jaxlowprec.weight_sync.transports.transport import Transport
+from jaxlowprec.weight_sync.transports.transport import InProcess, Transport
 
 __all__ = [
     "Aborted",

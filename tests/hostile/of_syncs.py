@@ -18,7 +18,7 @@ from jaxlowprec.weight_sync.receiving.receiver import Receiver
 from jaxlowprec.weight_sync.transports import protocol
 from jaxlowprec.weight_sync.transports.protocol import Channel, Kind
 from jaxlowprec.weight_sync.transports.receiving_end import Serving, Slot
-from jaxlowprec.weight_sync.transports.security import Keys, admit
+from jaxlowprec.weight_sync.transports.security import PROTOCOL, admit
 from jaxlowprec.weight_sync.transports.sockets import Deadline
 from tests.hostile.of_checkpoints import change_file, made_in
 from tests.hostile.target import Target
@@ -69,13 +69,13 @@ def session(data, folder):
         frames = json.loads(data)
     except (ValueError, RecursionError):
         return
-    receiver, theirs = served(), Keys(b"to engine", b"to trainer")
+    receiver = served()
 
     def serve(connection):
-        Serving(Channel(connection, Keys(b"to trainer", b"to engine")), receiver, SILENCE, Slot()).run()
+        Serving(Channel(connection), receiver, SILENCE, Slot()).run()
 
     with connected(serve) as connection:
-        channel = Channel(connection, theirs)
+        channel = Channel(connection)
         with contextlib.suppress(SyncError, ValueError, TypeError):
             for kind, header, payload in frames[:100]:
                 text = header if isinstance(header, str) else json.dumps(header)
@@ -100,12 +100,13 @@ def session_seeds():
 
 
 def stream(data, folder):
-    """Bytes of a stranger to a receiver, from the first byte of the handshake."""
+    """Bytes of a stranger to a receiver, within TLS if there is TLS, from the first byte of the handshake."""
     receiver = served()
 
     def serve(connection):
         with contextlib.suppress(SyncError):
-            Serving(Channel(connection, admit(connection, SECRET, SILENCE)), receiver, SILENCE, Slot()).run()
+            admit(connection, SECRET, SILENCE)
+            Serving(Channel(connection), receiver, SILENCE, Slot()).run()
         connection.close()
 
     with connected(serve) as connection, contextlib.suppress(OSError):
@@ -119,7 +120,7 @@ def frames(data, folder):
     receiver = served()
 
     def serve(connection):
-        Serving(Channel(connection, Keys(b"to trainer", b"to engine")), receiver, SILENCE, Slot()).run()
+        Serving(Channel(connection), receiver, SILENCE, Slot()).run()
 
     with connected(serve) as connection, contextlib.suppress(OSError):
         connection.settimeout(SILENCE)
@@ -130,7 +131,7 @@ def frames(data, folder):
 def frames_seed():
     """A session as it travels."""
     ours, theirs = socket.socketpair()
-    channel = Channel(ours, Keys(b"to engine", b"to trainer"))
+    channel = Channel(ours)
     for kind, header, payload in json.loads(session_seeds()[0]):
         content = header.encode() if isinstance(header, str) else json.dumps(header).encode()
         if kind == Kind.BEGIN:
@@ -252,7 +253,9 @@ TARGETS = {
     ),
     "messages": Target(texts, text_seeds, (ValueError,), lambda mutator, data: data[:1] + mutator.document(data[1:])),
     "session": Target(session, session_seeds, ()),
-    "handshake": Target(stream, lambda: [b"JLPSYNC\x01" + bytes(64)], (), lambda mutator, data: mutator.bytes(data)),
+    "handshake": Target(
+        stream, lambda: [b"JLPSYNC" + bytes([PROTOCOL]) + bytes(64)], (), lambda mutator, data: mutator.bytes(data)
+    ),
     "frames": Target(frames, lambda: [frames_seed()], (), lambda mutator, data: mutator.bytes(data)),
     "record": Target(*RECORD, (SyncError,), change_record),
     "delta": Target(*DELTA, (SyncError,), change_file),

@@ -10,6 +10,7 @@ import pathlib
 import pkgutil
 import re
 import sys
+import tomllib
 import types
 
 import pytest
@@ -32,10 +33,10 @@ FLOORS = (
     ("ops",),
     ("recipes", "telemetry"),
     ("layers",),
-    ("moe", "rl"),
+    ("moe",),
     ("linen", "nnx"),
     ("models", "diagnostics"),
-    ("checkpoints",),
+    ("checkpoints", "rl"),
     ("weight_sync",),
     ("cli",),
     (
@@ -179,6 +180,40 @@ def test_imports_point_one_way():
     found = {name: modules for name in MODULES[1:] if (modules := upwards(name))}
     # QuantizedArray.dequantize() is the op's shorthand, looked up when it is called.
     assert found == {"jaxlowprec.arrays.quantized_array": {"jaxlowprec.ops.dequantize"}}
+
+
+SERVING = ("checkpoints", "weight_sync", "rl", "cli")
+ELSEWHERE = {
+    "jaxlowprec",
+    "jaxlowprec_command",
+    "torch",  # in vLLM's process, which has it
+    "vllm",
+    "rich",  # `jaxlowprec watch` asks for the extra `report`
+    "matplotlib",  # `rl.plot` asks for it
+}
+
+
+def room(name):
+    return name.split(".")[1] if name.startswith("jaxlowprec.") else ""
+
+
+def test_the_core_imports_nothing_of_the_serving_half():
+    """`jaxlowprec` itself names those rooms and imports them when they are asked for: `ROOMS_AT_IMPORT`."""
+    core = [name for name in MODULES[1:] if room(name) not in SERVING]
+    found = {
+        name: modules for name in core if (modules := {m for m in imported(tree_of(name), name) if room(m) in SERVING})
+    }
+    assert len(core) > 100 and found == {}
+
+
+def test_the_extra_serve_brings_what_the_serving_half_imports():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    needed = [*project["dependencies"], *project["optional-dependencies"]["serve"]]
+    brought = {re.match(r"[\w-]+", requirement)[0] for requirement in needed}
+    serving = [name for name in MODULES if room(name) in SERVING]
+    packages = {module.split(".")[0] for name in serving for module in imported(tree_of(name), name)}
+    assert {"jax", "cryptography", "gguf", "tokenizers"} <= packages
+    assert packages - sys.stdlib_module_names - ELSEWHERE <= brought
 
 
 def test_linen_and_nnx_do_not_import_each_other():

@@ -54,6 +54,11 @@ def sync(transport, version, arrays=None, timeout=60.0, buckets=3):
         transport.resume(timeout)
 
 
+def connected(listening):
+    """The channel of a trainer that has proved the secret, and may say what it likes."""
+    return TcpTransport(*listening.address, SECRET, timeout=60)._dial(60)
+
+
 class Engine:
     """What a receiver stops and lets go on."""
 

@@ -13,9 +13,8 @@ from jaxlowprec.weight_sync import manifest as manifest_module
 from jaxlowprec.weight_sync.bucket import BucketHeader, checksum, pack, place
 from jaxlowprec.weight_sync.receiving.staging import Staging
 from jaxlowprec.weight_sync.transports.protocol import Channel, Kind, write
-from jaxlowprec.weight_sync.transports.security import Keys, introduce
 from jaxlowprec.weight_sync.transports.sockets import Deadline
-from tests.weight_sync.syncing import SECRET, is_whole, over_tcp, sync
+from tests.weight_sync.syncing import connected, is_whole, over_tcp, sync
 
 LONGEST = 500  # characters of a message
 NAMES = 40_000
@@ -152,11 +151,6 @@ def test_an_array_of_the_most_dimensions_is_synced():
         assert receiver.weights["a"].shape == array.shape and (receiver.weights["a"] == array).all()
 
 
-def connected(listening):
-    connection = socket.create_connection(listening.address)
-    return Channel(connection, introduce(connection, SECRET))
-
-
 @pytest.mark.parametrize("kind", [Kind.BEGIN, Kind.BUCKET])
 def test_no_manifest_keeps_an_engine_paused(kind):
     text = manifest_text([[n, "U8", []] for n in TWICE])
@@ -193,7 +187,7 @@ def test_reading_a_manifest_checks_that_the_trainer_lives(read, monkeypatch):
 
 def test_a_channel_knows_whether_its_peer_is_there():
     a, b = socket.socketpair()
-    channel = Channel(b, Keys(b"1", b"2"))
+    channel = Channel(b)
     channel.check_peer()
     a.sendall(b"x")
     channel.check_peer()

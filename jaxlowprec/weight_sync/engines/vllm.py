@@ -102,7 +102,6 @@ class VLLMTransfer(Closing):
         engine_secret_file: that file's path where vLLM runs. None: the same path.
         workers: the number of workers: tensor, pipeline and data parallel together.
         mode: what happens to running requests, see `VLLM`.
-        encrypt: whether the weights are encrypted on their way, see `TcpTransport`.
         host: the address at which the workers listen. None: the URL's host.
         api_key: the key that the server asks for.
 
@@ -122,7 +121,6 @@ class VLLMTransfer(Closing):
         engine_secret_file: str | os.PathLike[str] | None = None,
         workers: int = 1,
         mode: Mode = "wait",
-        encrypt: bool = False,
         host: str | None = None,
         api_key: str | None = None,
     ):
@@ -136,9 +134,9 @@ class VLLMTransfer(Closing):
         self._engine, self._mode = HttpEngine(url, api_key, WITHOUT), mode
         host = host or urllib.parse.urlsplit(url).hostname or ""
         there = os.fspath(secret_file if engine_secret_file is None else engine_secret_file)
-        self._listen = Listen(port, there, host, encrypt=encrypt)
+        self._listen = Listen(port, there, host)
         secret = read_secret(os.fspath(secret_file))
-        self._workers = [TcpTransport(host, port + i, secret, encrypt=encrypt) for i in range(workers)]
+        self._workers = [TcpTransport(host, port + i, secret) for i in range(workers)]
         self._threads = concurrent.futures.ThreadPoolExecutor(workers)
         self._listening = self._paused = False
         self._loaded = LoadedShapes()

@@ -28,14 +28,13 @@ class Listen:
     Attributes:
         port: the port of worker 0; worker i listens at `port + i`.
         secret_file: a file on the workers' machine with the secret that trainers have to hold, too.
-        host, timeout, encrypt: see `TcpReceiver`.
+        host, timeout: see `TcpReceiver`.
     """
 
     port: int
     secret_file: str
     host: str = "127.0.0.1"
     timeout: float = 600.0
-    encrypt: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,14 +63,8 @@ class Inbox:
             OSError: the address is taken, or the file of the secret cannot be read. ValueError: the secret is short.
         """
         self.close()
-        self._listening = TcpReceiver(
-            self._receiver,
-            read_secret(at.secret_file),
-            at.host,
-            at.port + worker,
-            timeout=at.timeout,
-            encrypt=at.encrypt,
-        )
+        secret = read_secret(at.secret_file)
+        self._listening = TcpReceiver(self._receiver, secret, at.host, at.port + worker, timeout=at.timeout)
 
     def arrays(self, version: int) -> Iterator[tuple[str, np.ndarray]]:
         """The tensors of the version that was received last, by their names in the checkpoint. Raises ValueError."""

@@ -78,7 +78,7 @@ def to_tree(weights: Mapping[str, Any], like: Any) -> Any:
 def differences(source: WeightSource, receiver: Receiver | Weights) -> list[str]:
     """Names of tensors that differ in a byte, a dtype or a shape, or that one side lacks.
 
-    >>> from jaxlowprec.weight_sync.transports.in_process import InProcess
+    >>> from jaxlowprec.weight_sync.transports.transport import InProcess
     >>> from jaxlowprec.weight_sync.sending.session import push
     >>> receiver = Receiver()
     >>> _ = push(WeightSource({"a": np.ones(2), "b": np.ones(2)}), InProcess(receiver))

@@ -60,7 +60,7 @@ class FanOut(Closing):
         bucket_timeout: seconds that the making of a bucket may take.
 
     >>> import numpy as np
-    >>> from jaxlowprec.weight_sync.transports.in_process import InProcess
+    >>> from jaxlowprec.weight_sync.transports.transport import InProcess
     >>> from jaxlowprec.weight_sync.receiving.receiver import Receiver
     >>> receivers = {"engine 0": Receiver(), "engine 1": Receiver()}
     >>> fan_out = FanOut({name: InProcess(receiver) for name, receiver in receivers.items()})

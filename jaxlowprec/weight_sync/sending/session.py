@@ -31,7 +31,7 @@ class Session:
         SyncError: see `Transport`. A `Refused` pause does not disturb the session that the receiver is in.
 
     >>> import numpy as np
-    >>> from jaxlowprec.weight_sync.transports.in_process import InProcess
+    >>> from jaxlowprec.weight_sync.transports.transport import InProcess
     >>> from jaxlowprec.weight_sync.receiving.receiver import Receiver
     >>> receiver = Receiver()
     >>> with Session(InProcess(receiver)) as session:
@@ -142,7 +142,7 @@ def push(
         The version.
 
     >>> import numpy as np
-    >>> from jaxlowprec.weight_sync.transports.in_process import InProcess
+    >>> from jaxlowprec.weight_sync.transports.transport import InProcess
     >>> from jaxlowprec.weight_sync.receiving.receiver import Receiver
     >>> push(WeightSource({"a": np.ones(2)}), InProcess(Receiver()), version=5)
     5

@@ -17,8 +17,8 @@ from jaxlowprec.weight_sync.receiving.receiver import Receiver
 from jaxlowprec.weight_sync.receiving.weights import Weights
 from jaxlowprec.weight_sync.sending.session import Session
 from jaxlowprec.weight_sync.sharded.part import NOTE, Box, Note, read_shard_name
-from jaxlowprec.weight_sync.transports.in_process import InProcess
 from jaxlowprec.weight_sync.transports.sockets import check_timeout
+from jaxlowprec.weight_sync.transports.transport import InProcess
 
 Shards = Mapping[str, dict[Box, Any]]
 

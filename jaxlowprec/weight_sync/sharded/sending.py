@@ -70,7 +70,7 @@ def push_shards(
 
     >>> from jaxlowprec.weight_sync.receiving.receiver import Receiver
     >>> from jaxlowprec.weight_sync.sharded.joining import ShardedReceiver
-    >>> from jaxlowprec.weight_sync.transports.in_process import InProcess
+    >>> from jaxlowprec.weight_sync.transports.transport import InProcess
     >>> receiver = Receiver()
     >>> parts = ShardedReceiver(receiver, processes=1).parts
     >>> push_shards({"a": np.ones(2, np.float32)}, InProcess(parts[0]))

@@ -1,11 +1,10 @@
 """Frames over an authenticated connection, and the headers of a session's frames: common to TCP and shared memory.
 
-    magic [4], kind [1], zeros [3], header length u32, payload length u64, code [32], header, payload
+    magic [4], kind [1], zeros [3], header length u32, payload length u64, header, payload
 
-in network byte order. The code is HMAC-SHA256 of the frame's number in its direction, its first 20 bytes and its
-header: a frame that is repeated, out of turn, altered or of another connection is refused before its header is parsed.
-The payload is checked by the header's checksum (see `bucket.py`), which detects damage and authenticates nothing.
-Nothing is encrypted. Nothing is unpickled.
+in network byte order. The connection sees to it that no frame is altered, repeated, left out or out of turn: TLS, or
+the kernel for a Unix socket (see `security.py`). The header's checksum detects damage of a bucket within the trainer or
+the receiver (see `bucket.py`). Nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -13,8 +12,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import enum
-import hashlib
-import hmac
 import json
 import math
 import socket
@@ -26,7 +23,6 @@ from jaxlowprec.checkpoints.errors import brief
 from jaxlowprec.weight_sync.bucket import MAX_VERSION
 from jaxlowprec.weight_sync.errors import Aborted, PeerLost, PeerTimeout, Refused, SyncError
 from jaxlowprec.weight_sync.manifest import MAX_JSON_BYTES, Manifest, parse
-from jaxlowprec.weight_sync.transports.security import Keys
 from jaxlowprec.weight_sync.transports.sockets import (
     Deadline,
     Silence,
@@ -43,7 +39,6 @@ MAX_PAYLOAD_BYTES = 1 << 48
 
 _MAGIC = b"JLPF"
 _PREFIX = struct.Struct("!4sB3xIQ")
-_CODE = 32
 _SCRATCH = 1 << 20
 
 
@@ -75,7 +70,7 @@ class BadFrame(PeerLost):
 
 @dataclasses.dataclass(frozen=True)
 class Frame:
-    """A frame with a correct code; its payload is still in the stream.
+    """A frame whose payload is still in the stream.
 
     >>> Frame(Kind.DONE, b"{}", 0).kind
     <Kind.DONE: 64>
@@ -90,14 +85,13 @@ class Channel:
     """One end of an authenticated connection. One thread sends and one thread receives.
 
     Arguments:
-        connection: a connected socket of any family; the channel closes it.
-        keys: this end's keys, from the handshake.
+        connection: a connected socket of any family, after the handshake; the channel closes it.
 
     Raises:
-        BadFrame: the bytes are not a frame, or not the next one. PeerTimeout, PeerLost: nothing came.
+        BadFrame: the bytes are not a frame. PeerTimeout, PeerLost: nothing came.
 
     >>> a, b = socket.socketpair()
-    >>> trainer, engine = Channel(a, Keys(b"1", b"2")), Channel(b, Keys(b"2", b"1"))
+    >>> trainer, engine = Channel(a), Channel(b)
     >>> trainer.send(Kind.BUCKET, b"{}", [b"abcd"], deadline=Deadline(1.0, "room"))
     >>> frame = engine.receive(Deadline(1.0, "a frame"))
     >>> payload = bytearray(frame.payload_bytes)
@@ -108,9 +102,8 @@ class Channel:
     (None, None)
     """
 
-    def __init__(self, connection: socket.socket, keys: Keys):
-        self.connection, self._keys = connection, keys
-        self._sent = self._received = 0
+    def __init__(self, connection: socket.socket):
+        self.connection = connection
         with contextlib.suppress(OSError):  # a Unix socket has no such option
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
@@ -120,9 +113,7 @@ class Channel:
         if len(header) > MAX_HEADER_BYTES:
             raise ValueError(f"Channel.send: a header of {len(header)} bytes; at most {MAX_HEADER_BYTES} travel")
         prefix = _PREFIX.pack(_MAGIC, kind, len(header), count)
-        code = _code(self._keys.outgoing, self._sent, prefix, header)
-        self._sent += 1
-        send_all(self.connection, [prefix, code, header, *payload], deadline)
+        send_all(self.connection, [prefix, header, *payload], deadline)
 
     def receive(self, deadline: Deadline) -> Frame:
         """The next frame, without its payload, which has to be received or skipped before the next."""
@@ -130,29 +121,24 @@ class Channel:
         magic, kind, header_bytes, payload_bytes = _PREFIX.unpack(prefix)
         known = magic == _MAGIC and not any(prefix[5:8]) and kind in Kind._value2member_map_
         if not known:
-            raise BadFrame(f"frame {self._received}: it begins with {prefix[:8]!r}, as no frame does")
+            raise BadFrame(f"a frame that begins with {prefix[:8]!r}, as none does")
         if header_bytes > MAX_HEADER_BYTES or payload_bytes > MAX_PAYLOAD_BYTES:
             raise BadFrame(
-                f"frame {self._received}: a header of {header_bytes} and a payload of {payload_bytes} bytes; at most "
+                f"a frame with a header of {header_bytes} and a payload of {payload_bytes} bytes; at most "
                 f"{MAX_HEADER_BYTES} and {MAX_PAYLOAD_BYTES} are read"
             )
-        code = receive(self.connection, _CODE, deadline)
-        header = bytes(receive(self.connection, header_bytes, deadline))
-        if not hmac.compare_digest(code, _code(self._keys.incoming, self._received, prefix, header)):
-            raise BadFrame(f"frame {self._received}: its code is wrong: it was altered, repeated or is out of turn")
-        self._received += 1
-        return Frame(Kind(kind), header, payload_bytes)
+        return Frame(Kind(kind), bytes(receive(self.connection, header_bytes, deadline)), payload_bytes)
 
     def receive_payload(self, destination: object, timeout: float) -> None:
         """Receives a payload into memory of its length. `timeout`: seconds of silence."""
-        receive_into(self.connection, [destination], Silence(timeout, "more of the payload"))
+        receive_into(self.connection, destination, Silence(timeout, "more of the payload"))
 
     def skip_payload(self, count: int, timeout: float) -> None:
         """Receives and drops a payload, so that the next frame can be read. `timeout`: seconds of silence."""
         scratch = bytearray(min(count, _SCRATCH))
         deadline = Silence(timeout, "more of the payload")
         while count:
-            receive_into(self.connection, [memoryview(scratch)[:count]], deadline)
+            receive_into(self.connection, memoryview(scratch)[:count], deadline)
             count -= min(count, len(scratch))
 
     def check_peer(self) -> None:
@@ -211,10 +197,6 @@ class Inline:
             raise BadFrame(f"a payload of {frame.payload_bytes} bytes for a bucket of {destination.nbytes}")
         channel.receive_payload(destination, timeout)
         return None
-
-
-def _code(key: bytes, number: int, prefix: bytes, header: bytes) -> bytes:
-    return hmac.digest(key, struct.pack("!Q", number) + prefix + header, hashlib.sha256)
 
 
 MAX_BYTES = 1 << 16

@@ -21,7 +21,6 @@ from jaxlowprec.weight_sync.transports import protocol
 from jaxlowprec.weight_sync.transports.protocol import BadFrame, Channel, Frame, Inline, Kind, Payloads
 from jaxlowprec.weight_sync.transports.security import (
     EncryptedSocket,
-    Keys,
     NotAuthenticated,
     ServerTls,
     admit,
@@ -42,7 +41,7 @@ _NO_ROOM = f"{MOST_TRAINERS} trainers are connected already; let one end, or sto
 
 
 class Slot:
-    """Which trainer has the session: one at a time, from its `pause` to its `resume` or its end.
+    """The trainer that has the session: one at a time, from its `pause` to its `resume` or its end.
 
     >>> slot = Slot()
     >>> slot.take("10.0.0.7")
@@ -86,10 +85,9 @@ class Serving:
         payloads: how buckets are transferred.
 
     >>> import socket
-    >>> from jaxlowprec.weight_sync.transports.security import Keys
     >>> a, b = socket.socketpair()
     >>> a.close()
-    >>> Serving(Channel(b, Keys(b"1", b"2")), Receiver(), 1.0, Slot()).run()  # the trainer went away: nothing to do
+    >>> Serving(Channel(b), Receiver(), 1.0, Slot()).run()  # the trainer went away: nothing to do
     """
 
     def __init__(
@@ -250,7 +248,7 @@ class Listening(Closing):
         timeout: seconds of silence in a session, which have to cover the making of a bucket; also the most that a pause
             may take.
         handshake_timeout: seconds for the handshake, TLS included.
-        tls: the certificate; every connection is encrypted then. None: none is.
+        tls: the certificate. None: a Unix socket's connections, which are not encrypted.
 
     >>> with Listening(Receiver(), "0123456789abcdef", socket.create_server(("127.0.0.1", 0)), 5.0, 5.0) as listening:
     ...     pass
@@ -343,9 +341,8 @@ class Listening(Closing):
 
     def _meet(self, number: int, connection: socket.socket, name: str) -> None:
         try:
-            keys = self._admit(number, connection, name)
-            if keys is not None:
-                channel = Channel(connection, keys)
+            if self._admit(number, connection, name):
+                channel = Channel(connection)
                 with self._payloads(connection) as payloads:
                     if self._enlist(number):
                         Serving(channel, self._receiver, self._timeout, self._slot, name, payloads).run()
@@ -363,24 +360,25 @@ class Listening(Closing):
                 self._threads.pop(number, None)
             close(connection)
 
-    def _admit(self, number: int, connection: socket.socket, name: str) -> Keys | None:
+    def _admit(self, number: int, connection: socket.socket, name: str) -> bool:
+        """Whether a stranger proved the secret, and there is room for it or for telling it that there is none."""
         try:
             deadline = Deadline(self._handshake_timeout, "proof of the secret")
             binding = b""
             if self._tls is not None:
                 assert isinstance(connection, EncryptedSocket)
                 binding = self._tls.agree(connection, deadline)
-            keys = admit(connection, self._secret, deadline.left(), binding)
+            admit(connection, self._secret, deadline.left(), binding)
         except SyncError as error:
             level = logging.WARNING if isinstance(error, NotAuthenticated) else logging.INFO  # strangers may fill logs
             _LOG.log(level, "weight sync: %s was not let in: %s", name, error)
-            return None
+            return False
         with self._lock:
             self._strangers.pop(number, None)
             if self._closed or len(self._admitted) >= 2 * MOST_TRAINERS:  # too many even to tell them why
-                return None
+                return False
             self._admitted[number] = connection
-        return keys
+        return True
 
     def _enlist(self, number: int) -> bool:
         """Whether there is room for another trainer; if so, it is added."""

@@ -1,6 +1,7 @@
-"""How both ends of a connection prove that they hold the same secret, without sending it, and TLS 1.3 under that proof.
+"""TLS 1.3, and how both ends of a connection prove that they hold the same secret, without sending it.
 
-The engine's side speaks first. Lengths are fixed, and nothing is parsed:
+Every TCP connection begins with the handshake of TLS. Then the engine's side speaks first. Lengths are fixed, and
+nothing is parsed:
 
     engine -> trainer   magic [8], engine's nonce [32]
     trainer -> engine   magic [8], trainer's nonce [32], HMAC-SHA256(key, "trainer", both nonces) [32]
@@ -9,13 +10,15 @@ The engine's side speaks first. Lengths are fixed, and nothing is parsed:
 The magic ends in the protocol's version: sides with two versions refuse each other before they prove anything. The key
 is SHA-256 of a label, the secret's length and the secret, because HMAC by itself treats a secret and the same secret
 with zeros at its end, or a long secret and its hash, as equal. Fresh nonces of both sides make a recorded proof
-worthless. The labels of the roles keep a peer from answering a challenge with the other side's own answer. The two keys
-that sign the frames, one per direction, are derived from the same key and nonces.
+worthless. The labels of the roles keep a peer from answering a challenge with the other side's own answer.
 
-Under TLS, the receiver listens, so it has the certificate: the caller's, or one that is made for it and signed by
-itself. Each side adds the hash of the certificate that it has or sees to its proof of the secret (`binding`). Somebody
-in the middle would need another certificate, whose hash differs, or the private key: its proofs are refused. So a
-certificate of no authority is as safe as the secret. An authority is checked in addition if the trainer names one.
+The receiver listens, so it has the certificate: the caller's, or one that is made for it and signed by itself. Each
+side adds the hash of the certificate that it has or sees to its proof of the secret (`binding`). Somebody in the middle
+would need another certificate, whose hash differs, or the private key: its proofs are refused. So a certificate of no
+authority is as safe as the secret. An authority is checked in addition if the trainer names one.
+
+A Unix socket has no TLS (`binding` is empty): the kernel carries its bytes within one machine, the mode of its path
+says who may connect, and shared memory is given as a file descriptor, which TLS cannot carry.
 
 Why not a key from the secret by TLS-PSK: Python offers that from 3.13 on, and this library supports 3.11. A certificate
 works on every Python in the same way.
@@ -23,7 +26,7 @@ works on every Python in the same way.
 
 from __future__ import annotations
 
-import dataclasses
+import contextlib
 import datetime
 import hashlib
 import hmac
@@ -42,8 +45,8 @@ LEAST_SECRET_BYTES = 16
 TIMEOUT = 5.0
 """Seconds that a peer has to prove itself."""
 
-PROTOCOL = 2
-"""The protocol and its version. In version 1, HMAC took the secret without hashing it first."""
+PROTOCOL = 3
+"""The protocol's version. Version 1 did not hash the secret; version 2 signed each frame and used TLS only if told."""
 
 _NAME = b"JLPSYNC"
 _MAGIC = _NAME + bytes([PROTOCOL])
@@ -56,18 +59,6 @@ class NotAuthenticated(SyncError):
     >>> str(NotAuthenticated("the secrets differ"))
     'the secrets differ'
     """
-
-
-@dataclasses.dataclass(frozen=True)
-class Keys:
-    """The keys that sign the frames of one connection: one for each direction.
-
-    >>> Keys(b"a", b"b").outgoing
-    b'a'
-    """
-
-    outgoing: bytes
-    incoming: bytes
 
 
 def check_secret(secret: bytes | str) -> bytes:
@@ -93,12 +84,12 @@ def check_secret(secret: bytes | str) -> bytes:
     return found
 
 
-def admit(connection: socket.socket, secret: bytes, timeout: float = TIMEOUT, binding: bytes = b"") -> Keys:
+def admit(connection: socket.socket, secret: bytes, timeout: float = TIMEOUT, binding: bytes = b"") -> None:
     """The engine's part: admits a trainer that holds the secret.
 
     Arguments:
         connection, secret, timeout: a connected socket, the secret, seconds for all of it.
-        binding: what the proofs cover beside the nonces: nothing, or the hash of the certificate, 32 bytes.
+        binding: what the proofs cover beside the nonces: the hash of the certificate, 32 bytes; nothing without TLS.
 
     Raises:
         NotAuthenticated: it does not hold it. PeerLost: it was silent, went away, or speaks another protocol.
@@ -107,8 +98,7 @@ def admit(connection: socket.socket, secret: bytes, timeout: float = TIMEOUT, bi
     >>> a, b = socket.socketpair()
     >>> thread = threading.Thread(target=introduce, args=(b, b"0123456789abcdef"))
     >>> thread.start()
-    >>> len(admit(a, b"0123456789abcdef").outgoing)
-    32
+    >>> admit(a, b"0123456789abcdef")
     >>> thread.join(); a.close(); b.close()
     """
     deadline = Deadline(timeout, "a proof of the secret")
@@ -122,10 +112,9 @@ def admit(connection: socket.socket, secret: bytes, timeout: float = TIMEOUT, bi
         send_all(connection, [bytes(1 + _PROOF)], deadline)
         raise NotAuthenticated("the trainer does not hold this receiver's secret")
     send_all(connection, [b"\x01", signed(b"engine")], deadline)
-    return Keys(outgoing=signed(b"to trainer"), incoming=signed(b"to engine"))
 
 
-def introduce(connection: socket.socket, secret: bytes, timeout: float = TIMEOUT, binding: bytes = b"") -> Keys:
+def introduce(connection: socket.socket, secret: bytes, timeout: float = TIMEOUT, binding: bytes = b"") -> None:
     """The trainer's part: proves itself, and makes the engine prove itself. Arguments: see `admit`.
 
     Raises:
@@ -149,7 +138,6 @@ def introduce(connection: socket.socket, secret: bytes, timeout: float = TIMEOUT
         raise NotAuthenticated("the receiver refused the secret; both sides need the same one")
     if not hmac.compare_digest(proof, signed(b"engine")):
         raise NotAuthenticated("the receiver could not prove that it holds the secret; is it the right one?")
-    return Keys(outgoing=signed(b"to engine"), incoming=signed(b"to trainer"))
 
 
 def _expect_magic(connection: socket.socket, deadline: Deadline) -> None:
@@ -186,9 +174,10 @@ _END = "-----END CERTIFICATE-----"
 
 
 class EncryptedSocket(ssl.SSLSocket):
-    """A TLS connection with the methods of a socket that `sockets` and `stream` use.
+    """A TLS connection with the methods of a socket that `sockets` and `protocol` use.
 
-    Python's own class sends plain bytes on after `shutdown`, and has neither `sendmsg` nor `recvmsg_into`.
+    Python's own class sends plain bytes on after `shutdown`, has no `sendmsg`, and receives one record of 16 KiB in a
+    call.
 
     >>> issubclass(EncryptedSocket, socket.socket)
     True
@@ -205,16 +194,19 @@ class EncryptedSocket(ssl.SSLSocket):
         except ValueError as error:  # another thread closed it
             raise OSError(str(error)) from None
 
-    def recvmsg_into(self, buffers: Iterable[Any], *_: Any) -> Any:  # type: ignore[override]
-        """Receives into the first buffer. Returns the number of bytes and nothing else that is of use."""
-        return self.recv_into(next(iter(buffers))), [], 0, None
-
     def recv_into(self, buffer: Any, nbytes: int | None = None, flags: int = 0) -> int:
-        """Receives and decrypts; 0 at the end."""
+        """Receives and decrypts a record, and as many more as are there already. Returns the bytes; 0 at the end."""
+        view = memoryview(buffer)
         try:
-            return int(self.read(nbytes or len(buffer), buffer))  # type: ignore[arg-type]
+            got = more = int(self.read(view.nbytes, view))  # type: ignore[arg-type]
+            self.settimeout(0)  # whoever calls sets a timeout before each call
+            with contextlib.suppress(ssl.SSLWantReadError):
+                while more and got < view.nbytes:
+                    more = int(self.read(view.nbytes - got, view[got:]))  # type: ignore[arg-type]
+                    got += more
         except ValueError as error:  # another thread closed it
             raise OSError(str(error)) from None
+        return got
 
     def recv(self, buflen: int = 1024, flags: int = 0) -> bytes:
         """Receives; with MSG_PEEK it looks at what has come, still encrypted."""
@@ -278,12 +270,12 @@ class ServerTls:
         Raises:
             PeerLost: the trainer does not speak TLS 1.3 or does not trust the certificate. PeerTimeout: it was silent.
         """
-        _agree(connection, deadline, "the trainer did not agree on TLS; does it pass encrypt=True?")
+        _agree(connection, deadline, "the trainer did not agree on TLS 1.3; does it run the same jaxlowprec?")
         return self.binding
 
 
 class ClientTls:
-    """What a trainer wants of a receiver's certificate, beside the proof of the secret.
+    """The certificate that a trainer accepts of a receiver, beside the proof of the secret.
 
     Arguments:
         authority: a PEM file with the certificate of the authority that signed the receiver's, or the receiver's own;
@@ -306,6 +298,12 @@ class ClientTls:
         _first(path, "TcpTransport: authority")
         self._context.load_verify_locations(path)
 
+    def wrapped(self, connection: socket.socket, host: str) -> EncryptedSocket:
+        """A connection to encrypt. Takes the socket over; sends and receives nothing yet."""
+        return self._context.wrap_socket(  # type: ignore[return-value]
+            connection, server_hostname=host, do_handshake_on_connect=False
+        )
+
     def connect(self, connection: socket.socket, host: str, deadline: Deadline) -> tuple[EncryptedSocket, bytes]:
         """(the encrypted connection, what the proof of the secret has to cover). Takes the socket over.
 
@@ -314,11 +312,9 @@ class ClientTls:
             host. PeerTimeout: it was silent.
         """
         with connection:  # closed if it cannot be wrapped
-            wrapped: EncryptedSocket = self._context.wrap_socket(  # type: ignore[assignment]
-                connection, server_hostname=host, do_handshake_on_connect=False
-            )
+            wrapped = self.wrapped(connection, host)
         try:
-            _agree(wrapped, deadline, "the receiver did not agree on TLS; does it listen with encrypt=True?")
+            _agree(wrapped, deadline, "the receiver did not agree on TLS 1.3; is it one of the same jaxlowprec?")
             seen = wrapped.getpeercert(binary_form=True)
             if not seen:
                 raise PeerLost("the receiver showed no certificate")
@@ -384,8 +380,8 @@ def _made(context: ssl.SSLContext) -> bytes:
         from cryptography.hazmat.primitives.asymmetric import ec
     except ImportError as error:
         raise ImportError(
-            "TcpReceiver: encrypt=True without a certificate makes one, which needs cryptography; "
-            "pip install 'jaxlowprec[tls]', or give certificate= and key="
+            "TcpReceiver: making a certificate needs cryptography; pip install 'jaxlowprec[serve]', or give "
+            "certificate="
         ) from error
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "jaxlowprec weight sync")])

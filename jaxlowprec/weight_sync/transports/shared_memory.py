@@ -1,8 +1,9 @@
 """Weights through shared memory, for a trainer and an engine on one machine.
 
-Verbs and headers are sent as in `tcp`, over a Unix socket. A bucket is made in memory that both processes share, and
-copied once, to where it is served from. That memory is an anonymous file, whose descriptor is sent over the socket: the
-system frees it with the last process that holds it, whichever process is killed at any moment.
+Verbs and headers are sent as in `tcp`, over a Unix socket without TLS (see `security.py`). A bucket is made in memory
+that both processes share, and copied once, to where it is served from. That memory is an anonymous file, whose
+descriptor is sent over the socket: the system frees it with the last process that holds it, whichever process is killed
+at any moment.
 """
 
 from __future__ import annotations
@@ -170,9 +171,9 @@ class SharedMemoryReceiver(Listening):
     Arguments:
         receiver: the receiver to pass requests to.
         secret: the secret that trainers have to hold, too: at least 16 bytes that nobody can guess.
-        path: the socket's path, in a folder that others cannot write to. Only its owner may open the socket. A socket
-            that a killed receiver left there is replaced; one that a process holds is not, even if it does not listen
-            yet.
+        path: the socket's path, in a folder that others cannot write to: whoever can replace the socket can stand
+            between both sides. Only its owner may open the socket. A socket that a killed receiver left there is
+            replaced; one that a process holds is not, even if it does not listen yet.
         timeout: seconds of silence in a session, which have to cover the making of a bucket; also the most that a pause
             may take.
         handshake_timeout: seconds for the handshake.
@@ -284,7 +285,7 @@ class SharedMemoryTransport(RemoteTransport):
                 raise PeerTimeout(f"{self._path}: no connection within {deadline.seconds:g} s") from None
             except OSError as error:
                 raise no_connection(self._path, error, "a SharedMemoryReceiver") from None
-            keys = introduce(connection, self._secret, deadline.left())
+            introduce(connection, self._secret, deadline.left())
             send_descriptor(connection, self._shared.descriptor, deadline)
             unless_connected.pop_all()
-        return Channel(connection, keys)
+        return Channel(connection)

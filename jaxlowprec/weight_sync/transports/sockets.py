@@ -22,7 +22,7 @@ MOST_SECONDS = 2_000_000
 """The longest wait in seconds; from a little more on, the system's sockets and locks raise OverflowError."""
 
 _MOST_AT_ONCE = 1 << 30  # macOS refuses more in one call
-_MOST_BUFFERS = 64  # buffers of one sendmsg or recvmsg_into; systems allow 1024
+_MOST_BUFFERS = 64  # buffers of one sendmsg; systems allow 1024
 
 _BOUND = pathlib.Path("/proc/net/unix")  # the sockets that processes of this machine have bound, on Linux
 _PATIENCE = 5.0  # seconds that another receiver may take to start
@@ -130,33 +130,30 @@ def send_all(connection: socket.socket, buffers: Iterable[object], deadline: Dea
         waiting = _rest(waiting, sent)
 
 
-def receive_into(connection: socket.socket, buffers: Iterable[object], deadline: Deadline) -> None:
-    """Fills buffers one after the other with received bytes.
+def receive_into(connection: socket.socket, buffer: object, deadline: Deadline) -> None:
+    """Fills a buffer with received bytes.
 
     Raises:
         PeerTimeout: the bytes did not come in time. PeerLost: the peer went away before.
 
     >>> a, b = socket.socketpair()
     >>> a.sendall(b"onetwo")
-    >>> first, second = bytearray(3), bytearray(3)
-    >>> receive_into(b, [first, second], Deadline(1.0, "bytes"))
-    >>> first, second
-    (bytearray(b'one'), bytearray(b'two'))
+    >>> found = bytearray(6)
+    >>> receive_into(b, found, Deadline(1.0, "bytes"))
+    >>> found
+    bytearray(b'onetwo')
     >>> a.close()
-    >>> receive_into(b, [first], Deadline(1.0, "bytes"))
+    >>> receive_into(b, found, Deadline(1.0, "bytes"))
     Traceback (most recent call last):
     jaxlowprec.weight_sync.errors.PeerLost: the peer went away: the connection was closed
     >>> b.close()
     """
-    missing = [view for view in map(as_bytes, buffers) if view.nbytes]
-    while missing:
+    missing = as_bytes(buffer)
+    while missing.nbytes:
         left = deadline.left()
         try:
             connection.settimeout(left)
-            if len(missing) == 1:
-                got = connection.recv_into(missing[0])
-            else:
-                got = connection.recvmsg_into(missing[:_MOST_BUFFERS])[0]
+            got = connection.recv_into(missing)
         except TimeoutError:
             raise deadline.missed() from None
         except OSError as error:
@@ -164,7 +161,7 @@ def receive_into(connection: socket.socket, buffers: Iterable[object], deadline:
         if not got:
             raise PeerLost("the peer went away: the connection was closed")
         deadline.came()
-        missing = _rest(missing, got)
+        missing = missing[got:]
 
 
 def receive(connection: socket.socket, count: int, deadline: Deadline) -> bytearray:
@@ -180,7 +177,7 @@ def receive(connection: socket.socket, count: int, deadline: Deadline) -> bytear
     found = bytearray()
     while len(found) < count:
         piece = bytearray(min(count - len(found), 1 << 20))
-        receive_into(connection, [piece], deadline)
+        receive_into(connection, piece, deadline)
         found += piece
     return found
 

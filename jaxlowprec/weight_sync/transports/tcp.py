@@ -1,8 +1,6 @@
 """Weights over TCP, for trainers and engines on different machines, or in different containers of one machine.
 
-Both ends prove that they hold one secret, and every frame is signed. With `encrypt=True` at both ends everything goes
-through TLS 1.3 (see `security.py`). Without it payloads are only checked for damage: whoever can read the network can
-read the weights, and whoever can rewrite packets can change them.
+Everything goes through TLS 1.3, within which both ends prove that they hold one secret (see `security.py`).
 """
 
 from __future__ import annotations
@@ -10,7 +8,7 @@ from __future__ import annotations
 import socket
 
 from jaxlowprec.arguments import whole_number
-from jaxlowprec.weight_sync.errors import PeerLost, PeerTimeout
+from jaxlowprec.weight_sync.errors import PeerTimeout
 from jaxlowprec.weight_sync.receiving.receiver import Receiver
 from jaxlowprec.weight_sync.transports.protocol import Channel
 from jaxlowprec.weight_sync.transports.receiving_end import MOST_STRANGERS, Listening
@@ -34,9 +32,8 @@ class TcpReceiver(Listening):
         host, port: the address to listen at; port 0 chooses a free one, see `address`.
         timeout: seconds of silence, which have to cover the making of a bucket; also the most that a pause may take.
         handshake_timeout: seconds for the handshake, TLS included.
-        encrypt: whether every connection is encrypted by TLS 1.3; a trainer that does not encrypt is refused then.
         certificate, key: PEM files with the certificate and its private key. None: a certificate is made, which the
-            proofs of the secret confirm; needs `pip install 'jaxlowprec[tls]'`.
+            proofs of the secret confirm; needs `pip install 'jaxlowprec[serve]'`.
 
     Attributes:
         address: the (host, port) that it listens at.
@@ -72,15 +69,13 @@ class TcpReceiver(Listening):
         *,
         timeout: float = 60.0,
         handshake_timeout: float = TIMEOUT,
-        encrypt: bool = False,
         certificate: Path | None = None,
         key: Path | None = None,
     ):
         check_secret(secret)
         check_timeout("TcpReceiver", timeout)
         check_timeout("TcpReceiver", handshake_timeout)
-        _check_encrypt("TcpReceiver", encrypt, certificate=certificate, key=key)
-        tls = ServerTls(certificate, key) if encrypt else None
+        tls = ServerTls(certificate, key)
         port = whole_number("TcpReceiver", "port", port, 0, _MOST_PORT)
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         listener = socket.create_server((host, port), family=family, backlog=4 * MOST_STRANGERS)
@@ -95,7 +90,6 @@ class TcpTransport(RemoteTransport):
         host, port: the receiver's address.
         secret: the receiver's.
         timeout: seconds for connecting and the handshake together, within the timeout of the call.
-        encrypt: whether to encrypt by TLS 1.3; a receiver that does not encrypt is refused then.
         authority: a PEM file with the certificate of the authority that signed the receiver's, or the receiver's own;
             it has to name `host`. None: any certificate that the holder of the secret confirms.
 
@@ -115,14 +109,12 @@ class TcpTransport(RemoteTransport):
         secret: bytes | str,
         timeout: float = TIMEOUT,
         *,
-        encrypt: bool = False,
         authority: Path | None = None,
     ):
         port = whole_number("TcpTransport", "port", port, 0, _MOST_PORT)
         self._address, self._secret = (host, port), check_secret(secret)
         self._connecting = check_timeout("TcpTransport", timeout)
-        _check_encrypt("TcpTransport", encrypt, authority=authority)
-        self._tls = ClientTls(authority) if encrypt else None
+        self._tls = ClientTls(authority)
         super().__init__(self._dial)
 
     def _dial(self, timeout: float) -> Channel:
@@ -134,24 +126,10 @@ class TcpTransport(RemoteTransport):
             raise PeerTimeout(f"{where}: no connection within {deadline.seconds:g} s") from None
         except OSError as error:
             raise no_connection(where, error, "a TcpReceiver") from None
+        encrypted, binding = self._tls.connect(connection, self._address[0], deadline)
         try:
-            binding = b""
-            if self._tls is not None:
-                connection, binding = self._tls.connect(connection, self._address[0], deadline)
-            return Channel(connection, introduce(connection, self._secret, deadline.left(), binding))
-        except PeerLost as error:
-            close(connection)
-            if self._tls is None:  # silent, or gone: what an encrypting receiver is to a trainer that does not encrypt
-                raise type(error)(f"{error}; if the receiver encrypts, pass encrypt=True") from None
-            raise
+            introduce(encrypted, self._secret, deadline.left(), binding)
         except BaseException:
-            close(connection)
+            close(encrypted)
             raise
-
-
-def _check_encrypt(who: str, encrypt: bool, **files: Path | None) -> None:
-    if not isinstance(encrypt, bool):
-        raise TypeError(f"{who}: encrypt is a {type(encrypt).__name__}; needs True or False")
-    for name, path in files.items():
-        if path is not None and not encrypt:
-            raise ValueError(f"{who}: {name} is given and encrypt=False; pass encrypt=True, or leave {name} out")
+        return Channel(encrypted)

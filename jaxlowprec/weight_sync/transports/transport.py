@@ -1,4 +1,4 @@
-"""The trainer's side of a sync: the interface of all transports, and the one over any kind of connection."""
+"""The trainer's side of a sync: the interface of all transports, the one in one process, the one over a connection."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any, Protocol, Self, runtime_checkable
 from jaxlowprec.weight_sync.bucket import Bucket
 from jaxlowprec.weight_sync.errors import PeerLost
 from jaxlowprec.weight_sync.manifest import Manifest
+from jaxlowprec.weight_sync.receiving.receiver import Receiver
 from jaxlowprec.weight_sync.transports import protocol
 from jaxlowprec.weight_sync.transports.protocol import BadFrame, Channel, Inline, Kind, Payloads
 from jaxlowprec.weight_sync.transports.sockets import Deadline
@@ -30,8 +31,6 @@ class Transport(Protocol):
         Refused: the receiver refused, and says why.
         PeerTimeout: no answer in time. PeerLost: no connection.
 
-    >>> from jaxlowprec.weight_sync.transports.in_process import InProcess
-    >>> from jaxlowprec.weight_sync.receiving.receiver import Receiver
     >>> isinstance(InProcess(Receiver()), Transport)
     True
     """
@@ -64,7 +63,7 @@ class Transport(Protocol):
 
 
 class Closing:
-    """What a `with` block closes at its end, for what has a `close`."""
+    """Closes itself at the end of a `with` block, for classes that have a `close`."""
 
     def __enter__(self) -> Self:
         return self
@@ -86,6 +85,50 @@ def require_transport(who: str, transport: Any) -> Transport:
             "TcpTransport(...)"
         )
     return transport
+
+
+class InProcess(Closing):
+    """Calls a receiver in the same process directly. Arrays go from device to device; the receiver makes copies.
+
+    >>> InProcess(Receiver()).version(timeout=1)
+    0
+    """
+
+    takes_arrays = True
+
+    def __init__(self, receiver: Receiver):
+        self.receiver = receiver
+
+    def version(self, timeout: float) -> int:
+        """See `Transport`."""
+        return self.receiver.version
+
+    def pause(self, timeout: float) -> None:
+        """See `Transport`."""
+        self.receiver.pause(timeout)
+
+    def begin(self, version: int, manifest: Manifest, timeout: float) -> None:
+        """See `Transport`."""
+        self.receiver.begin(version, manifest)
+
+    def send(self, bucket: Bucket, timeout: float) -> None:
+        """See `Transport`."""
+        self.receiver.receive(bucket)
+
+    def commit(self, version: int, manifest_hash: str, timeout: float) -> None:
+        """See `Transport`."""
+        self.receiver.commit(version, manifest_hash)
+
+    def abort(self, reason: str, timeout: float) -> None:
+        """See `Transport`."""
+        self.receiver.abort(reason)
+
+    def resume(self, timeout: float) -> None:
+        """See `Transport`."""
+        self.receiver.resume()
+
+    def close(self) -> None:
+        """See `Transport`."""
 
 
 class RemoteTransport(Closing):

@@ -13,10 +13,9 @@ from jaxlowprec.weight_sync.errors import PeerLost, Refused
 from jaxlowprec.weight_sync.receiving.receiver import Receiver
 from jaxlowprec.weight_sync.transports import receiving_end as listening_module
 from jaxlowprec.weight_sync.transports.receiving_end import MOST_TRAINERS
-from jaxlowprec.weight_sync.transports.security import introduce
 from jaxlowprec.weight_sync.transports.shared_memory import SharedMemoryReceiver, SharedMemoryTransport
 from jaxlowprec.weight_sync.transports.tcp import TcpReceiver, TcpTransport
-from tests.weight_sync.syncing import SECRET, is_whole, over_tcp, sync
+from tests.weight_sync.syncing import SECRET, connected, is_whole, over_tcp, sync
 
 BEYOND_SELECT = 1100  # select() takes descriptors below 1024
 
@@ -185,15 +184,13 @@ def test_trainers_beyond_all_room_take_no_threads():
     with over_tcp() as (receiver, listening, transport, _):
         admitted = []
         for _ in range(4 * MOST_TRAINERS):
-            connection = socket.create_connection(listening.address)
-            introduce(connection, SECRET)
-            admitted.append(connection)
+            admitted.append(connected(listening))
         until = time.monotonic() + 60
         while len(listening._threads) > 2 * MOST_TRAINERS and time.monotonic() < until:
             time.sleep(0.005)
         assert len(listening._threads) <= 2 * MOST_TRAINERS
-        for connection in admitted:
-            connection.close()
+        for channel in admitted:
+            channel.close()
         while listening._threads and time.monotonic() < until:
             time.sleep(0.005)
         sync(transport, 1, timeout=60)

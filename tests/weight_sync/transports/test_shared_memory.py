@@ -122,7 +122,8 @@ def session_with_a_bucket(path, shared, note):
     manifest, (bucket,) = packed({"a": np.arange(100, dtype=np.uint8)}, 1, buckets=1)
     connection = socket.socket(socket.AF_UNIX)
     connection.connect(str(path))
-    channel = Channel(connection, introduce(connection, SECRET))
+    introduce(connection, SECRET)
+    channel = Channel(connection)
     deadline = Deadline(60, "answer")
     send_descriptor(connection, shared.descriptor, deadline)
     with contextlib.closing(channel):

@@ -8,11 +8,11 @@ import time
 import numpy as np
 import pytest
 
-from jaxlowprec.weight_sync.transports.protocol import Channel, Kind, write, write_begin, write_commit
-from jaxlowprec.weight_sync.transports.security import introduce
+from jaxlowprec.weight_sync.transports.protocol import Kind, write, write_begin, write_commit
+from jaxlowprec.weight_sync.transports.security import ClientTls
 from jaxlowprec.weight_sync.transports.sockets import Deadline
 from jaxlowprec.weight_sync.transports.tcp import TcpTransport
-from tests.weight_sync.syncing import SECRET, is_whole, model, over_tcp, packed, sync
+from tests.weight_sync.syncing import SECRET, connected, is_whole, model, over_tcp, packed, sync
 
 TIMEOUT = 0.6
 STEADY, PAUSE = 1.5, 0.25  # a machine may keep a thread from its pieces for the difference
@@ -36,11 +36,6 @@ class Pieces:
         return len(whole)
 
 
-def connected(listening):
-    connection = socket.create_connection(listening.address)
-    return connection, Channel(connection, introduce(connection, SECRET))
-
-
 def ask(channel, kind, header, payload=(), through=None):
     """Sends a frame, through something else if given; the answer's kind."""
     connection = channel.connection
@@ -56,7 +51,7 @@ def test_a_trainer_silent_inside_a_bucket_is_given_up_in_time(refused):
     with over_tcp(timeout=TIMEOUT) as (receiver, listening, transport, engine):
         sync(transport, 1)
         manifest, (bucket,) = packed(arrays, 2, buckets=1)
-        _, channel = connected(listening)
+        channel = connected(listening)
         assert ask(channel, Kind.PAUSE, write(timeout=1)) is Kind.DONE
         if not refused:
             assert ask(channel, Kind.BEGIN, write_begin(2, manifest)) is Kind.DONE
@@ -76,13 +71,15 @@ def test_a_trainer_that_is_slow_and_steady_is_not_given_up():
     arrays = {f"a tensor with a name, number {i}": np.full(50, i, np.int32) for i in range(40)}
     with over_tcp(timeout=STEADY) as (receiver, listening, _, engine):
         manifest, (bucket,) = packed(arrays, 1, buckets=1)
-        connection, channel = connected(listening)
+        channel = connected(listening)
         assert ask(channel, Kind.PAUSE, write(timeout=1)) is Kind.DONE
         whole = bucket.header.to_json(), [bucket.payload]
         for kind, header, payload in ((Kind.BEGIN, write_begin(1, manifest), []), (Kind.BUCKET, *whole)):
             nbytes = len(header) + sum(array.nbytes for array in payload)
             started = time.monotonic()
-            assert ask(channel, kind, header, payload, through=Pieces(connection, nbytes // 7, PAUSE)) is Kind.DONE
+            assert (
+                ask(channel, kind, header, payload, through=Pieces(channel.connection, nbytes // 7, PAUSE)) is Kind.DONE
+            )
             assert time.monotonic() - started > STEADY
         assert ask(channel, Kind.COMMIT, write_commit(1, manifest.hash)) is Kind.DONE
         assert ask(channel, Kind.RESUME, b"") is Kind.DONE
@@ -90,25 +87,34 @@ def test_a_trainer_that_is_slow_and_steady_is_not_given_up():
         channel.close()
 
 
-def test_a_stranger_that_drips_bytes_is_dropped():
+HELLO = b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03"  # the first bytes of TLS, of a record of 512
+
+
+@pytest.mark.parametrize("within_tls", [False, True])
+def test_a_stranger_that_drips_bytes_is_dropped(within_tls):
     """Silence is for those who have proved the secret: of a stranger all has to come within the time."""
     with over_tcp(handshake_timeout=TIMEOUT) as (receiver, listening, _, _):
-        with socket.create_connection(listening.address) as stranger:
-            started, ended = time.monotonic(), threading.Event()
+        stranger, started = socket.create_connection(listening.address), time.monotonic()
+        if within_tls:
+            stranger, _ = ClientTls(None).connect(stranger, "127.0.0.1", Deadline(60, "TLS"))
+        with stranger:
+            stranger.sendall(b"JLPSYNC" if within_tls else HELLO)
+            ended = threading.Event()
 
             def drip():
                 try:
                     while not ended.wait(TIMEOUT / 8):
-                        stranger.sendall(b"J")
+                        stranger.sendall(b"\3")
                 except OSError:
                     pass
 
             thread = threading.Thread(target=drip)
             thread.start()
             stranger.settimeout(60)
-            stranger.recv(40, socket.MSG_WAITALL)
+            challenge = 40 if within_tls else 0
             with contextlib.suppress(ConnectionResetError):
-                assert stranger.recv(1) == b""
+                assert len(stranger.recv(1000)) == challenge
+                assert stranger.recv(1000) == b""
             assert time.monotonic() - started >= TIMEOUT
             ended.set()
             thread.join()

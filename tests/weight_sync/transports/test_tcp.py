@@ -15,13 +15,13 @@ from hypothesis import strategies as st
 from jaxlowprec.weight_sync.bucket import BucketHeader
 from jaxlowprec.weight_sync.errors import PeerLost, PeerTimeout, Refused
 from jaxlowprec.weight_sync.receiving.receiver import Receiver
-from jaxlowprec.weight_sync.transports.protocol import Channel, Kind
+from jaxlowprec.weight_sync.transports.protocol import Kind
 from jaxlowprec.weight_sync.transports.receiving_end import MOST_STRANGERS
-from jaxlowprec.weight_sync.transports.security import NotAuthenticated, introduce
+from jaxlowprec.weight_sync.transports.security import ClientTls, NotAuthenticated
 from jaxlowprec.weight_sync.transports.sockets import Deadline
 from jaxlowprec.weight_sync.transports.tcp import TcpReceiver, TcpTransport
 from jaxlowprec.weight_sync.transports.transport import Transport
-from tests.weight_sync.syncing import SECRET, is_whole, model, over_tcp, packed, sync
+from tests.weight_sync.syncing import SECRET, connected, is_whole, model, over_tcp, packed, sync
 
 
 def test_versions_arrive_whole_one_after_the_other():
@@ -123,8 +123,7 @@ def test_verbs_without_a_session_of_ones_own_are_refused():
     with over_tcp() as (receiver, listening, transport, _):
         transport.pause(60)
         manifest, buckets = packed(model(1), 1)
-        connection = socket.create_connection(listening.address)
-        channel = Channel(connection, introduce(connection, SECRET))
+        channel = connected(listening)
         for kind, header, payload in (
             (Kind.BEGIN, bytes(8) + manifest.to_json(), b""),
             (Kind.BUCKET, buckets[0].header.to_json(), buckets[0].payload),
@@ -143,7 +142,9 @@ def test_verbs_without_a_session_of_ones_own_are_refused():
         transport.resume(60)
 
 
-@pytest.mark.parametrize("stage", ["paused", "begun", "a bucket sent", "within a bucket", "within a header"])
+@pytest.mark.parametrize(
+    "stage", ["paused", "begun", "a bucket sent", "within a bucket", "within a header", "within a record"]
+)
 @pytest.mark.parametrize("end", ["closed", "silent"])
 def test_a_dead_trainer_leaves_the_old_version(stage, end):
     with over_tcp(timeout=60 if end == "closed" else 1.0) as (receiver, listening, transport, engine):
@@ -158,6 +159,8 @@ def test_a_dead_trainer_leaves_the_old_version(stage, end):
         connection = dying._channel.connection
         if stage == "within a header":
             connection.sendall(b"JLPF\x04\0")
+        if stage == "within a record":
+            socket.socket.send(connection, b"\x17\x03\x03\x40\x00 of which a part came")
         if stage == "within a bucket":
             send_half(dying._channel, buckets[0])
         assert engine.paused == 1 and is_whole(receiver.weights, 1)
@@ -192,13 +195,12 @@ def send_half(channel, bucket):
 
 @settings(max_examples=60)
 @given(st.data())
-def test_frames_with_a_right_code_and_wrong_contents_are_refused(data):
+def test_frames_with_wrong_contents_are_refused(data):
     """What a trainer that holds the secret but is broken may send: the receiver answers each, and serves."""
     manifest, buckets = packed(model(2), 2)
     with over_tcp(timeout=5) as (receiver, listening, transport, engine):
         sync(transport, 1)
-        connection = socket.create_connection(listening.address)
-        channel = Channel(connection, introduce(connection, SECRET))
+        channel = connected(listening)
 
         def ask(kind, header, payload=b""):
             channel.send(kind, header, [payload], deadline=Deadline(60, "room"))
@@ -285,11 +287,14 @@ def test_strangers_that_say_nothing_keep_no_trainer_out():
 
 
 def test_strangers_get_only_a_challenge_and_are_dropped():
-    with over_tcp(handshake_timeout=0.3) as (_, listening, _, _):
-        stranger = socket.create_connection(listening.address)
+    with over_tcp(handshake_timeout=0.5) as (_, listening, _, _):
+        stranger, _ = ClientTls(None).connect(socket.create_connection(listening.address), "x", Deadline(60, "TLS"))
         stranger.settimeout(60)
         assert len(stranger.recv(1000)) == 40
         assert stranger.recv(1000) == b""
+        silent = socket.create_connection(listening.address)
+        silent.settimeout(60)
+        assert silent.recv(1000) == b""
         noisy = socket.create_connection(listening.address)
         noisy.sendall(b"GET / HTTP/1.1\r\nHost: engine\r\n\r\n" + bytes(100))
         noisy.settimeout(60)
@@ -299,16 +304,16 @@ def test_strangers_get_only_a_challenge_and_are_dropped():
                 got += piece
         except ConnectionResetError:
             pass
-        assert len(got) <= 40
-        stranger.close()
-        noisy.close()
+        assert len(got) <= 7  # an alert of TLS
+        for connection in (stranger, silent, noisy):
+            connection.close()
 
 
 def test_a_receiver_that_goes_silent_is_not_waited_for():
     with socket.create_server(("127.0.0.1", 0)) as silent:
         transport = TcpTransport(*silent.getsockname(), SECRET, timeout=0.3)
         started = time.monotonic()
-        with pytest.raises(PeerTimeout, match="no answer to the handshake"):
+        with pytest.raises(PeerTimeout, match="no connection within 0.3 s"):
             transport.pause(timeout=300)
         assert time.monotonic() - started < 200
 

@@ -1,27 +1,25 @@
-"""Weights over TLS: nothing is readable or falls back to plain bytes, and nobody can stand between the two sides."""
+"""TLS: nothing is readable, no side falls back to plain bytes, and nobody can stand between the two sides."""
 
 import contextlib
 import os
 import socket
 import sys
 import threading
-import time
 
 import pytest
+from cryptography import x509
 
-from jaxlowprec.weight_sync.errors import PeerLost, PeerTimeout, SyncError
+from jaxlowprec.weight_sync.errors import PeerLost, SyncError
 from jaxlowprec.weight_sync.receiving.receiver import Receiver
 from jaxlowprec.weight_sync.transports.security import ClientTls, NotAuthenticated, ServerTls, admit, introduce
 from jaxlowprec.weight_sync.transports.sockets import Deadline
 from jaxlowprec.weight_sync.transports.tcp import TcpReceiver, TcpTransport
-from tests.weight_sync.relay import DAMAGE, Relay
-from tests.weight_sync.syncing import SECRET, is_whole, model, over_tcp, packed, sync
-
-x509 = pytest.importorskip("cryptography.x509")
+from tests.weight_sync.relay import Relay
+from tests.weight_sync.syncing import SECRET, connected, is_whole, model, over_tcp, packed, sync
 
 
-def encrypted(listening, secret=SECRET, **options):
-    return TcpTransport(*listening.address, secret, timeout=60, encrypt=True, **options)
+def trainer_of(listening, secret=SECRET, **options):
+    return TcpTransport(*listening.address, secret, timeout=60, **options)
 
 
 def certificate(folder, name, host="127.0.0.1", authority=None):
@@ -51,25 +49,15 @@ def certificate(folder, name, host="127.0.0.1", authority=None):
     return crt, pem, (made, key)
 
 
-def test_versions_arrive_whole_one_after_the_other():
-    with over_tcp(encrypt=True) as (receiver, listening, _, engine):
-        transport = encrypted(listening)
-        for version in (1, 2, 7):
-            sync(transport, version)
-            assert transport.version(timeout=60) == receiver.version == version
-            assert is_whole(receiver.weights, version) and engine.paused == 0
-
-
 def undamaged(address):
     """A relay that only keeps what it passes on."""
     return Relay(address, "flip", to_engine=True, place=-1, size=1)
 
 
-@pytest.mark.parametrize("encrypt", [False, True])
-def test_the_wire_shows_nothing_when_encrypted(encrypt):
-    with over_tcp(encrypt=encrypt) as (receiver, listening, _, _):
+def test_the_wire_shows_nothing():
+    with over_tcp() as (receiver, listening, _, _):
         relay = undamaged(listening.address)
-        transport = TcpTransport(*relay.address, SECRET, timeout=60, encrypt=encrypt)
+        transport = TcpTransport(*relay.address, SECRET, timeout=60)
         transport.pause(60)
         manifest, buckets = packed(model(0x41424344), 1)
         transport.begin(1, manifest, 60)
@@ -82,8 +70,9 @@ def test_the_wire_shows_nothing_when_encrypted(encrypt):
         relay.close()
         seen = bytes(relay.seen[True] + relay.seen[False])
         assert len(seen) > sum(bucket.payload.nbytes for bucket in buckets)
+        assert seen[:3] == b"\x16\x03\x01"  # TLS from the first byte on
         for plain in (b"DCBA" * 4, b"layer.0.q", b"JLPF", b"JLPSYNC"):
-            assert (plain in seen) is not encrypt
+            assert plain not in seen
 
 
 def in_the_middle(listening):
@@ -109,11 +98,11 @@ def in_the_middle(listening):
 
 
 def test_somebody_in_the_middle_is_refused():
-    with over_tcp(encrypt=True) as (receiver, listening, _, engine):
-        sync(encrypted(listening), 1)
+    with over_tcp() as (receiver, listening, _, engine):
+        sync(trainer_of(listening), 1)
         address, thread = in_the_middle(listening)
         with pytest.raises(NotAuthenticated):
-            TcpTransport(*address, SECRET, timeout=60, encrypt=True).pause(60)
+            TcpTransport(*address, SECRET, timeout=60).pause(60)
         thread.join(60)
         assert receiver.state == "serving" and is_whole(receiver.weights, 1) and not engine.paused
 
@@ -138,46 +127,39 @@ def test_proofs_over_other_certificates_are_refused(one, other):
     b.close()
 
 
-def test_another_secret_lets_nobody_in():
-    with over_tcp(encrypt=True) as (receiver, listening, _, _):
-        with pytest.raises(NotAuthenticated, match="both sides need the same"):
-            encrypted(listening, b"another secret, as long as that").pause(60)
-        sync(encrypted(listening), 1)
-        assert is_whole(receiver.weights, 1)
-
-
-def test_a_plain_trainer_is_not_let_in():
-    with over_tcp(encrypt=True, handshake_timeout=0.5) as (receiver, listening, _, _):
-        with pytest.raises(PeerLost, match="encrypt=True"):
-            TcpTransport(*listening.address, SECRET, timeout=0.5).pause(60)
+def test_a_trainer_of_version_2_without_tls_is_not_let_in():
+    with over_tcp(handshake_timeout=0.5) as (receiver, listening, _, _):
+        with socket.create_connection(listening.address) as connection, pytest.raises(PeerLost, match="went away"):
+            introduce(connection, SECRET)  # it waits for the first byte, as the receiver does
         assert receiver.state == "serving"
 
 
-def test_a_plain_receiver_is_refused():
-    with (
-        over_tcp(handshake_timeout=1) as (_, listening, _, _),
-        pytest.raises(PeerLost, match="does it listen with encrypt=True"),
-    ):
-        encrypted(listening).pause(60)
+def test_a_receiver_of_version_2_without_tls_is_refused():
+    with socket.create_server(("127.0.0.1", 0)) as old:
+        thread = threading.Thread(target=lambda: old.accept()[0].sendall(b"JLPSYNC\x02" + bytes(32)))
+        thread.start()
+        with pytest.raises(PeerLost, match="did not agree on TLS 1.3; is it one of the same jaxlowprec"):
+            TcpTransport(*old.getsockname(), SECRET, timeout=60).pause(60)
+        thread.join()
 
 
 def test_an_older_tls_is_refused():
     import ssl
 
-    with over_tcp(encrypt=True) as (receiver, listening, _, _):
+    with over_tcp() as (receiver, listening, _, _):
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
         context.maximum_version = ssl.TLSVersion.TLSv1_2
         with socket.create_connection(listening.address) as connection, pytest.raises(ssl.SSLError):
             context.wrap_socket(connection)
-        sync(encrypted(listening), 1)
+        sync(trainer_of(listening), 1)
         assert is_whole(receiver.weights, 1)
 
 
 def test_a_recorded_connection_played_again_does_nothing():
-    with over_tcp(encrypt=True, handshake_timeout=1) as (receiver, listening, _, engine):
+    with over_tcp(handshake_timeout=1) as (receiver, listening, _, engine):
         relay = undamaged(listening.address)
-        sync(TcpTransport(*relay.address, SECRET, timeout=60, encrypt=True), 1)
+        sync(TcpTransport(*relay.address, SECRET, timeout=60), 1)
         relay.close()
         sent = relay.seen[True]
         assert len(sent) > 1000
@@ -195,21 +177,21 @@ def test_a_certificate_is_checked_by_an_authority(tmp_path, signed):
     crt, key, _ = certificate(tmp_path, "engine", authority=None if signed == "by itself" else authority)
     stranger, _, _ = certificate(tmp_path, "stranger")
     trusted = crt if signed == "by itself" else ca
-    with over_tcp(encrypt=True, certificate=crt, key=key) as (receiver, listening, _, _):
-        sync(encrypted(listening, authority=trusted), 1)
+    with over_tcp(certificate=crt, key=key) as (receiver, listening, _, _):
+        sync(trainer_of(listening, authority=trusted), 1)
         assert is_whole(receiver.weights, 1)
         with pytest.raises(PeerLost, match="certificate is refused"):
-            encrypted(listening, authority=stranger).pause(60)
-        sync(encrypted(listening), 2)  # the secret alone
+            trainer_of(listening, authority=stranger).pause(60)
+        sync(trainer_of(listening), 2)  # the secret alone
 
 
 def test_a_certificate_for_another_host_is_refused(tmp_path):
     crt, key, _ = certificate(tmp_path, "engine", host="10.1.2.3")
     with (
-        over_tcp(encrypt=True, certificate=crt, key=key) as (_, listening, _, _),
+        over_tcp(certificate=crt, key=key) as (_, listening, _, _),
         pytest.raises(PeerLost, match="certificate is refused: IP address mismatch"),
     ):
-        encrypted(listening, authority=crt).pause(60)
+        trainer_of(listening, authority=crt).pause(60)
 
 
 def test_files_that_are_none_are_errors_that_name_them(tmp_path):
@@ -224,33 +206,45 @@ def test_files_that_are_none_are_errors_that_name_them(tmp_path):
         ({"key": key}, "without a certificate"),
     ):
         with pytest.raises(ValueError, match=match):
-            TcpReceiver(Receiver(), SECRET, encrypt=True, **options)
+            TcpReceiver(Receiver(), SECRET, **options)
     with pytest.raises(FileNotFoundError):
-        TcpReceiver(Receiver(), SECRET, encrypt=True, certificate=tmp_path / "none")
+        TcpReceiver(Receiver(), SECRET, certificate=tmp_path / "none")
     with pytest.raises(ValueError, match="authority: .*noise: no certificate"):
-        TcpTransport("127.0.0.1", 1, SECRET, encrypt=True, authority=noise)
-    with pytest.raises(ValueError, match="certificate is given and encrypt=False"):
-        TcpReceiver(Receiver(), SECRET, certificate=crt)
-    with pytest.raises(ValueError, match="authority is given and encrypt=False"):
-        TcpTransport("127.0.0.1", 1, SECRET, authority=crt)
-    with pytest.raises(TypeError, match="encrypt is a str"):
-        TcpTransport("127.0.0.1", 1, SECRET, encrypt="yes")
+        TcpTransport("127.0.0.1", 1, SECRET, authority=noise)
 
 
 def test_a_missing_package_is_an_error_that_says_what_to_do(monkeypatch):
     monkeypatch.setitem(sys.modules, "cryptography", None)
-    with pytest.raises(ImportError, match=r"jaxlowprec\[tls\]"):
-        TcpReceiver(Receiver(), SECRET, encrypt=True)
+    with pytest.raises(ImportError, match=r"making a certificate needs cryptography; pip install .jaxlowprec\[serve\]"):
+        TcpReceiver(Receiver(), SECRET)
+
+
+def test_a_given_certificate_needs_no_package(tmp_path, monkeypatch):
+    crt, key, _ = certificate(tmp_path, "engine")
+    monkeypatch.setitem(sys.modules, "cryptography", None)
+    with over_tcp(certificate=crt, key=key) as (receiver, _, transport, _):
+        sync(transport, 1)
+        assert is_whole(receiver.weights, 1)
+
+
+def test_a_channel_knows_whether_its_peer_is_there():
+    with over_tcp() as (_, listening, _, _):
+        channel = connected(listening)
+        channel.check_peer()
+        listening.close()
+        with pytest.raises(PeerLost, match="the peer went away"):
+            channel.check_peer()
+        channel.close()
 
 
 @pytest.mark.parametrize("noise", [b"", b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03", b"GET / HTTP/1.1\r\n\r\n"])
 def test_strangers_are_dropped_and_keep_no_trainer_out(noise):
-    with over_tcp(encrypt=True, handshake_timeout=2) as (receiver, listening, _, _):
+    with over_tcp(handshake_timeout=2) as (receiver, listening, _, _):
         strangers = [socket.create_connection(listening.address) for _ in range(40)]
         for stranger in strangers:
             with contextlib.suppress(OSError):
                 stranger.sendall(noise)
-        sync(encrypted(listening), 1)
+        sync(trainer_of(listening), 1)
         assert is_whole(receiver.weights, 1)
         for stranger in strangers:
             stranger.settimeout(60)
@@ -258,44 +252,3 @@ def test_strangers_are_dropped_and_keep_no_trainer_out(noise):
                 while stranger.recv(1000):
                     pass
             stranger.close()
-
-
-def test_a_receiver_that_goes_silent_is_not_waited_for():
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        started = time.monotonic()
-        with pytest.raises(PeerTimeout, match="within 0.3 s"):
-            TcpTransport(*silent.getsockname(), SECRET, timeout=0.3, encrypt=True).pause(300)
-        assert time.monotonic() - started < 200
-
-
-@pytest.mark.parametrize("kind", DAMAGE)
-@pytest.mark.parametrize("place", [0, 100, 900, 2000, 15000])
-def test_damage_of_what_is_encrypted_ends_the_sync(kind, place):
-    patience = 0.5
-    with (
-        over_tcp(encrypt=True) as (receiver, listening, _, engine),
-        TcpReceiver(receiver, SECRET, timeout=patience, handshake_timeout=patience, encrypt=True) as impatient,
-    ):
-        sync(encrypted(listening), 1)
-        relay = Relay(impatient.address, kind, True, place, 9)
-        damaged = TcpTransport(*relay.address, SECRET, timeout=patience, encrypt=True)
-        with pytest.raises(SyncError):
-            sync(damaged, 2, timeout=patience)
-        damaged.close()
-        relay.close()
-        until = time.monotonic() + 60
-        while (receiver.state != "serving" or engine.paused) and time.monotonic() < until:
-            time.sleep(0.005)
-        assert is_whole(receiver.weights, 1) and not engine.paused
-        sync(encrypted(listening), 3)
-        assert is_whole(receiver.weights, 3)
-
-
-def test_closing_ends_an_open_session():
-    with over_tcp(encrypt=True) as (receiver, listening, _, engine):
-        transport = encrypted(listening)
-        transport.pause(60)
-        listening.close()
-        assert engine.resumed.wait(60) and receiver.state == "serving"
-        with pytest.raises(PeerLost):
-            transport.begin(1, packed(model(1), 1)[0], 5)
