@@ -127,20 +127,20 @@ class TestAddLora:
     def test_bad_arguments(self):
         add, rngs = jlp.nnx.add_lora, nnx.Rngs(0)
         with pytest.raises(TypeError, match="nnx.add_lora: model is a dict; needs an NNX module"):
-            add({}, 4, rngs=rngs)
+            add({}, rank=4, rngs=rngs)
         with pytest.raises(ValueError, match="rank=0"):
-            add(made(), 0, rngs=rngs)
+            add(made(), rank=0, rngs=rngs)
         with pytest.raises(TypeError, match="rngs=3; needs nnx.Rngs"):
-            add(made(), 4, rngs=3)
+            add(made(), rank=4, rngs=3)
         with pytest.raises(ValueError, match=r"choose none of the .* layers 'attention/key', 'attention/out'"):
-            add(made(), 4, include=("nothing",), rngs=rngs)
+            add(made(), rank=4, include=("nothing",), rngs=rngs)
         with pytest.raises(ValueError, match="the layer 'up' has an adapter already; leave it out with exclude="):
-            add(jlp.nnx.add_lora(made(), rank=4, include=("up",), rngs=rngs), 4, rngs=rngs)
+            add(jlp.nnx.add_lora(made(), rank=4, include=("up",), rngs=rngs), rank=4, rngs=rngs)
 
         with pytest.raises(ValueError, match="the layer 'up' is a Own, a subclass"):
             model = made()
             model.up = Own(8, 8, rngs=rngs)
-            add(model, 4, rngs=rngs)
+            add(model, rank=4, rngs=rngs)
 
 
 class TestTraining:

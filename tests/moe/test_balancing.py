@@ -21,30 +21,30 @@ class TestSelectionBias:
         counts[0] = 4  # all of the mean load
         counts[1, :2] += np.asarray([-counts[1].sum() % EXPERTS, 0])  # a whole mean
         expected = bias + RATE * np.sign(counts.mean(-1, keepdims=True) - counts).astype(np.float32)
-        actual = jax.jit(update)(jnp.asarray(bias), jnp.asarray(counts, jnp.int32), RATE)
+        actual = jax.jit(update)(jnp.asarray(bias), jnp.asarray(counts, jnp.int32), rate=RATE)
         np.testing.assert_array_equal(actual, expected)
         np.testing.assert_array_equal(actual[0], bias[0])
 
     def test_counts_that_float32_rounds_are_compared_exactly(self):
         counts = np.full(4, 2**29 - 1)
         counts[0] -= 3
-        actual = update(jnp.zeros(4), jnp.asarray(counts, jnp.int32), 1.0)
+        actual = update(jnp.zeros(4), jnp.asarray(counts, jnp.int32), rate=1.0)
         np.testing.assert_array_equal(actual, [1, -1, -1, -1])
 
     def test_counts_are_summed_over_the_devices_of_a_mesh(self):
         counts = jnp.asarray([[5, 0, 1], [0, 5, 0], [0, 0, 5], [1, 0, 0]], jnp.int32)
 
         def step(bias, counts):
-            return update(bias, counts[0], RATE, axis_name="a")
+            return update(bias, counts[0], rate=RATE, axis_name="a")
 
         split = jax.shard_map(step, mesh=mesh_of((4,)), in_specs=(P(), P("a")), out_specs=P())
         actual = jax.jit(split)(jnp.zeros(3), counts)
-        np.testing.assert_array_equal(actual, update(jnp.zeros(3), counts.sum(0), RATE))
+        np.testing.assert_array_equal(actual, update(jnp.zeros(3), counts.sum(0), rate=RATE))
         np.testing.assert_array_equal(actual, [-RATE, RATE, -RATE])
 
     def test_has_no_gradient(self):
         counts = jnp.arange(4, dtype=jnp.int32)
-        assert not np.any(jax.grad(lambda bias: jnp.sum(update(bias, counts, RATE) ** 2))(jnp.ones(4)))
+        assert not np.any(jax.grad(lambda bias: jnp.sum(update(bias, counts, rate=RATE) ** 2))(jnp.ones(4)))
 
     @pytest.mark.parametrize(
         "config",
@@ -58,7 +58,7 @@ class TestSelectionBias:
         @jax.jit
         def step(bias, rate):
             sizes = route(x, 4, config, bias=bias).group_sizes
-            return update(bias, sizes, rate), sizes
+            return update(bias, sizes, rate=rate), sizes
 
         _, first = step(bias, 0.0)
         assert first[3] == 0 and first[4] > 4 * first.mean()
@@ -82,11 +82,11 @@ class TestSelectionBias:
     )
     def test_a_wrong_argument_is_named(self, arguments, error, message):
         with pytest.raises(error, match=f"^update_selection_bias: .*{message}"):
-            update(*arguments)
+            update(*arguments[:2], rate=arguments[2])
 
     def test_an_axis_outside_of_a_mesh_is_named(self):
         with pytest.raises(ValueError, match=r"update_selection_bias: axis_name='a'; needs an axis of the mesh"):
-            update(jnp.zeros(4), jnp.zeros(4, jnp.int32), 0.1, axis_name="a")
+            update(jnp.zeros(4), jnp.zeros(4, jnp.int32), rate=0.1, axis_name="a")
 
 
 def balance_by_hand(x, k, scoring, length, counted=None):

@@ -191,7 +191,7 @@ def int4(rng):
 
     def call(implementation, x):
         function = jlp.fake_quantize if fake else jlp.quantize
-        return jax.tree.leaves(function(x, fmt, axis, implementation=implementation))
+        return jax.tree.leaves(function(x, fmt, axis=axis, implementation=implementation))
 
     what = "fake_quantize" if fake else "quantize"
     return Variant(f"{what} {dtype}{list(shape)} along {axis} to {fmt!r}", operands, call, any_nan=True)
