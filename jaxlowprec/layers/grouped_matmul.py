@@ -284,10 +284,10 @@ def checked_sizes(who: str, group_sizes: Any, x: jax.Array) -> jax.Array:
     """Sizes as int32 [E], limited to x's rows. Known sizes are checked as a whole, before JAX narrows them."""
     rows, sizes = x.shape[0] if x.ndim == 2 else 0, integer_sizes(who, group_sizes)
     if rows >= LEAST_TOO_LARGE:
-        raise ValueError(f"{who}: x has {rows} rows; needs fewer than 2^31: split them into several calls")
+        raise ValueError(f"{who}: there are {rows} rows; needs fewer than 2^31: split them into several calls")
     if isinstance(sizes, np.ndarray):
         if (total := sum(map(int, sizes))) > rows:
-            raise ValueError(f"{who}: group_sizes sum up to {total}, and x has {rows} rows")
+            raise ValueError(f"{who}: group_sizes sum up to {total}, and there are {rows} rows")
         sizes = as_array(np.clip(sizes, 0, min(rows, np.iinfo(sizes.dtype).max)).astype(np.int32))
     return cut_to_rows(sizes, rows)
 

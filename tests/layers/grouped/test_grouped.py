@@ -179,7 +179,7 @@ class TestGroups:
     def test_known_sizes_are_checked_before_they_are_narrowed(self, make):
         x, w, *_ = operands()
         for sizes in ((2**32 + 5, 0, 0, 0, 0), (2**62, 2**62, 2**62, 2**62, 1)):
-            with pytest.raises(ValueError, match=f"group_sizes sum up to {sum(sizes)}, and x has 150 rows"):
+            with pytest.raises(ValueError, match=f"group_sizes sum up to {sum(sizes)}, and there are 150 rows"):
                 jlp.grouped_matmul(x, w, make(sizes), recipe=None)
 
 
@@ -361,12 +361,12 @@ class TestErrors:
     @pytest.mark.parametrize(
         "change, error, message",
         [
-            ({"x": jnp.ones((2, 3, K))}, ValueError, r"x \[T, K\]"),
-            ({"kernels": jnp.ones((E, K + 1, N))}, ValueError, r"kernels \[E, K, N\]"),
+            ({"lhs": jnp.ones((2, 3, K))}, ValueError, r"lhs \[T, K\]"),
+            ({"rhs": jnp.ones((E, K + 1, N))}, ValueError, r"rhs \[E, K, N\]"),
             ({"group_sizes": jnp.ones(E - 1, jnp.int32)}, ValueError, r"group_sizes \[E\]"),
             ({"group_sizes": jnp.ones(E)}, TypeError, "needs integers"),
-            ({"group_sizes": np.full(E, 100)}, ValueError, "sum up to 500, and x has 150 rows"),
-            ({"x": jnp.ones((3, K), jnp.int32)}, TypeError, "bfloat16, float16 or float32"),
+            ({"group_sizes": np.full(E, 100)}, ValueError, "sum up to 500, and there are 150 rows"),
+            ({"lhs": jnp.ones((3, K), jnp.int32)}, TypeError, "bfloat16, float16 or float32"),
             ({"bias": jnp.ones(N)}, ValueError, r"bias has shape \(80,\); needs \(5, 80\)"),
             ({"recipe": jlp.DelayedScaling()}, ValueError, r"pass state=.*init_state\(recipe, num_experts=5\)"),
             (
@@ -380,7 +380,7 @@ class TestErrors:
     )
     def test_say_what_is_needed(self, change, error, message):
         x, w, *_ = operands()
-        given = {"x": x, "kernels": w, "group_sizes": jnp.asarray(SIZES["uneven"]), "recipe": None} | change
+        given = {"lhs": x, "rhs": w, "group_sizes": jnp.asarray(SIZES["uneven"]), "recipe": None} | change
         with pytest.raises(error, match=message):
             jlp.grouped_matmul(**given)
 

@@ -190,7 +190,7 @@ X, KERNELS, BIASES, _ = mlp_operands()
         ({"x": X[None]}, ValueError, r"needs x \[T, K\], kernels \[E, K, N\]"),
         ({"x": X.astype(jnp.int32)}, TypeError, "x .*int32.*float32"),
         ({"group_sizes": jnp.ones(4, jnp.int32)}, ValueError, r"group_sizes \(4,\): needs"),
-        ({"group_sizes": np.full(5, 100)}, ValueError, "sum up to 500, and x has 150 rows"),
+        ({"group_sizes": np.full(5, 100)}, ValueError, "sum up to 500, and there are 150 rows"),
         ({"group_sizes": jnp.ones(5)}, TypeError, "needs integers"),
         ({"kernels": [KERNELS[0], KERNELS[1][..., :80], KERNELS[2]]}, ValueError, "gate has 96 features and up 80"),
         ({"kernels": [*KERNELS[:2], KERNELS[2][:, :80]]}, ValueError, rf"x \(150, {F}\), kernels \(5, 80, 48\)"),
