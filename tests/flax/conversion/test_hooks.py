@@ -50,9 +50,9 @@ def test_without_a_recipe_it_is_flaxs():
 
 
 def test_the_scopes_recipe_applies():
-    variables = model(...).init(jax.random.key(0), X)
+    variables = model(jlp.FROM_CONTEXT).init(jax.random.key(0), X)
     with jlp.autocast(RECIPE):
-        assert_same_bytes(model(...).apply(variables, X), ours(RECIPE).apply(variables, X))
+        assert_same_bytes(model(jlp.FROM_CONTEXT).apply(variables, X), ours(RECIPE).apply(variables, X))
 
 
 @pytest.mark.slow
