@@ -338,8 +338,8 @@ class TestWeightOnly:
     @pytest.mark.parametrize(
         ("fmt", "m", "dtype", "why"),
         [
-            (jlp.Int4(32), 17, "bfloat16", "a has more than 16 rows"),
-            (jlp.Int4(32), 1, "float32", "a is not bfloat16: cast it"),
+            (jlp.Int4(32), 17, "bfloat16", "lhs has more than 16 rows"),
+            (jlp.Int4(32), 1, "float32", "lhs is not bfloat16: cast it"),
             (jlp.Int4(16), 1, "bfloat16", "groups that are not a multiple of 32"),
             (jlp.Int4(32, scale_dtype="float16"), 1, "bfloat16", "float16 scales"),
             (jlp.MXFP4(), 1, "bfloat16", "neither NVFP4 nor Int4"),

@@ -23,12 +23,12 @@ struct WeightOnlyPlan {
 inline WeightOnlyPlan plan_weight_only(const WeightOnlyProblem& p, int capability) {
   const Format& w = p.weight.format;
   if (capability < 80) return {"GPUs below compute capability 8.0 have no bfloat16 tensor cores"};
-  if (p.x_type != ElementType::kBF16) return {"a is not bfloat16: cast it"};
+  if (p.x_type != ElementType::kBF16) return {"lhs is not bfloat16: cast it"};
   const bool int4 = w.code == CodeType::kInt4;
-  if (!int4 && w.scaling != Scaling::kTwoLevel) return {"b is neither NVFP4 nor Int4"};
-  if (int4 && w.scale_type != ElementType::kBF16) return {"b has float16 scales: quantise with scale_dtype=\"bfloat16\""};
-  if (int4 && w.block % 32 != 0) return {"b has groups that are not a multiple of 32"};
-  if (p.rows > kSmallRows) return {"a has more than " + std::to_string(kSmallRows) + " rows"};
+  if (!int4 && w.scaling != Scaling::kTwoLevel) return {"rhs is neither NVFP4 nor Int4"};
+  if (int4 && w.scale_type != ElementType::kBF16) return {"rhs has float16 scales: quantise with scale_dtype=\"bfloat16\""};
+  if (int4 && w.block % 32 != 0) return {"rhs has groups that are not a multiple of 32"};
+  if (p.rows > kSmallRows) return {"lhs has more than " + std::to_string(kSmallRows) + " rows"};
   if (p.depth > kMaximumDecodeDepth) return {"the contracted axis is longer than " + std::to_string(kMaximumDecodeDepth)};
   return {"", kSmallSums + MatmulPlan::kAlignment};
 }
