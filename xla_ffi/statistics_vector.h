@@ -1,5 +1,6 @@
 // From sums to the vector that jaxlowprec/telemetry/counting.py names: a few hundred numbers a tensor, for which XLA would
-// compile dozens of loops. The rules for host and device; the CPU's loop is `finish`, the GPU's in cuda/statistics/statistics.cu.
+// compile dozens of loops. The rules for host and device; the CPU's loop is `finish`, the GPU's in
+// cuda/statistics/statistics.cu.
 #pragma once
 
 #include "numerics/float8.h"

@@ -249,16 +249,16 @@ class NVFP4(Format):
 
 @dataclasses.dataclass(frozen=True)
 class MXFP8(Format):
-    """8-bit floats, a power of two (E8M0) per block of 32: the MX format of OCP.
+    """8-bit floats, a power of two (E8M0) per block of 32, as in OCP MX; the default scale rule is Transformer Engine's.
 
-    A number decodes to `code * 2**(scale - 127)`.
+    A number decodes to `code * scale`. A scale's byte e stands for 2**(e - 127); `scale.view(np.uint8)` in NumPy shows it.
 
     Arguments:
         element: "e4m3" or "e5m2".
         block: `(1, 32)`, or `(32, 32)`: square tiles, so that an array and its transpose are quantised alike (weights).
         scale_rule: how a block's amax becomes a power of two. "up": amax over the largest element, rounded up, so that
-            nothing saturates (Transformer Engine, cuBLAS). "floor": the OCP specification's; up to a seventh of the
-            largest block values saturate. "even": as "floor", after rounding amax to the element's precision.
+            nothing saturates (Transformer Engine, cuBLAS). "floor": the OCP specification's, with a byte that is
+            one less in about a sixth of blocks, whose largest elements saturate. "even": as "floor", after rounding amax to the element's precision.
 
     Source: OCP Microscaling Formats (MX) v1.0; numerics.md 6.
     """
@@ -280,7 +280,7 @@ class MXFP8(Format):
 class MXFP4(Format):
     """4-bit E2M1 codes, a power of two (E8M0) per block of 32.
 
-    A number decodes to `code * 2**(scale - 127)`.
+    A number decodes to `code * scale`; see `MXFP8`.
 
     Arguments:
         block, scale_rule: see `MXFP8`. Weights of published MXFP4 checkpoints follow "even" or "floor".

@@ -2,7 +2,8 @@
 
 A recipe is a frozen, hashable description. Its `roles` give the format, rounding and rotation of each operand (input,
 weight, gradient) as data. `linear` reads nothing else, so a new recipe is a new set of roles. Because it is hashable,
-it is part of jit's cache key, and a changed recipe is never ignored. Field names and defaults are Transformer Engine's.
+it is part of jit's cache key, and a changed recipe is never ignored. Field names and defaults are Transformer
+Engine's where it has them.
 """
 
 from __future__ import annotations

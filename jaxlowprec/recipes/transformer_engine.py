@@ -1,4 +1,4 @@
-"""The recipes of Transformer Engine, with its names, fields and defaults."""
+"""The recipes of Transformer Engine, with its names, fields and defaults; `forward_override` and `sums` are ours."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ TEST(activations_give_the_amaxes_of_their_results) {
     for (const ElementType type : kTypes)
       for (const bool gated : {false, true}) {
         const int64_t size = s.rows * s.columns;
-        const ActivationKind kind = kActivations[random() % 3];
+        const ActivationKind kind = kActivations[random() % std::size(kActivations)];
         const ActivationCase c{kind, type, s.batch * size, gated, kAnyData[random() % 6]};
         const check::Given given(std::to_string(s.rows) + "x" + std::to_string(s.columns) + " " + c.text());
         const Activations a(c, random);

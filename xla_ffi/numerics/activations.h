@@ -5,8 +5,8 @@
 
 namespace jaxlowprec {
 
-// --- tanh-GELU, x / (1 + exp(-2u)) with u = sqrt(2/pi) (x + 0.044715 x^3), and its derivative: the same bits on every engine
-// (numerics.md 9).
+// --- tanh-GELU, x / (1 + exp(-2u)) with u = sqrt(2/pi) (x + 0.044715 x^3), and its derivative: the same bits on every
+// engine (numerics.md 9).
 
 /// exp(z): 0 below -87, infinity above 88. Cody-Waite reduction, degree-6 polynomial, every operation rounded on its own.
 template <class F>
@@ -118,8 +118,9 @@ auto with_rule(ActivationKind kind, Visit visit) {
   switch (kind) {
     case ActivationKind::kGelu: return visit(Gelu{});
     case ActivationKind::kSilu: return visit(Silu{});
-    default: return visit(ReluSquared{});
+    case ActivationKind::kReluSquared: break;
   }
+  return visit(ReluSquared{});
 }
 
 }  // namespace jaxlowprec

@@ -126,7 +126,8 @@ JLP_RULE F nvfp4_error(F a, F number, F scale, const Nvfp4RoomScale& tensor) {
   return kError == ScaleError::kAbsolute ? absolute(d) : L::flush(d * d);
 }
 
-// --- MS-EDEN: the scale of an NVFP4 block, corrected for the errors of its codes and rounded stochastically (numerics.md 14).
+// --- MS-EDEN: the scale of an NVFP4 block, corrected for the errors of its codes and rounded stochastically (numerics.md
+// 14).
 
 /// The stream of the bits of rowwise scales; that of columnwise ones follows.
 constexpr uint32_t kEdenStream = 2;

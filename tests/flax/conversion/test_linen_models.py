@@ -222,9 +222,10 @@ class TestWhatIsLeft:
         formats = jlp.explain(model, jlp.FROM_CONTEXT, variables, X).formats
         assert [path for path, fmt in formats.items() if fmt] == ["layers_2"]
 
-    @pytest.mark.parametrize("rules", [..., jlp.Int4QAT(exclude=("layers_0",))], ids=["context", "rules"])
+    @pytest.mark.parametrize("rules", [jlp.FROM_CONTEXT, jlp.Int4QAT(exclude=("layers_0",))], ids=["context", "rules"])
     def test_nothing_converted_warns(self, rules):
-        model = jlp.linen.convert(nn.Sequential([nn.LayerNorm() if rules is ... else nn.Dense(8)]), rules)
+        layer = nn.LayerNorm() if rules is jlp.FROM_CONTEXT else nn.Dense(8)
+        model = jlp.linen.convert(nn.Sequential([layer]), rules)
         with pytest.warns(UserWarning, match=r"linen.convert: (Sequential has called no|no layer followed Int4QAT)"):
             variables_of(model)
 

@@ -137,10 +137,10 @@ class TestWhatIsLeft:
             jlp.nnx.convert(model)
         assert list(ours_in(model)) == ["c"] and type(model["a"]) is OwnLinear and model["b"].dot_general is product
 
-    @pytest.mark.parametrize("rules", [..., jlp.Int4QAT(exclude=("out",))], ids=["context", "rules"])
+    @pytest.mark.parametrize("rules", [jlp.FROM_CONTEXT, jlp.Int4QAT(exclude=("out",))], ids=["context", "rules"])
     def test_nothing_converted_warns(self, rules):
         model = nnx.Dict(norm=nnx.LayerNorm(8, rngs=nnx.Rngs(0)))
-        if rules is not ...:
+        if rules is not jlp.FROM_CONTEXT:
             model["out"] = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
         with pytest.warns(UserWarning, match=r"nnx.convert: (the model has no Linear|no layer followed Int4QAT)"):
             jlp.nnx.convert(model, rules)

@@ -288,9 +288,11 @@ from jaxlowprec.wiring import native
 from tests.helpers import digest, random_array
 assert native.platforms() == ("cpu",)
 x, w = random_array((256, 512), seed=1), random_array((320, 512), seed=2)
-row, column = jlp.quantize_both(x, jlp.NVFP4(), True, "stochastic", jax.random.key(0))
+row, column = jlp.quantize_both(
+    x, jlp.NVFP4(), hadamard_columnwise=True, rounding="stochastic", key=jax.random.key(0)
+)
 y = jlp.scaled_matmul(row, jlp.quantize(w, jlp.NVFP4((16, 16))), preferred_element_type=jnp.float32)
-z = jlp.hadamard_transform(column.dequantize(), -2)
+z = jlp.hadamard_transform(column.dequantize(), axis=-2)
 print("found", os.cpu_count() and len(os.sched_getaffinity(0)), *map(digest, jax.tree.leaves((row, column, y, z))))
 """
 

@@ -45,7 +45,7 @@ with contextlib.ExitStack() as stack:
         transport.takes_arrays = False
     for version in range(1, 301):
         tree = {f"m{i}": numbers(version) for i in range(4)}
-        push(WeightSource(tree), transport, version, max_bytes=400_000, timeout=20)
+        push(WeightSource(tree), transport, version=version, max_bytes=400_000, timeout=20)
         if version == 60:
             first = used()
     assert receiver.version == 300 and all((np.asarray(a) == 300).all() for a in receiver.weights.values())

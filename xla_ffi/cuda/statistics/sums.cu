@@ -3,12 +3,11 @@
 // Data flow: a tile of 32 lines by 128 elements, a line being a run of the quantised axis. A thread has eight elements of
 // each of two lines: x (columnwise by way of shared memory, transposed), their codes, their scale -> decoded and compared ->
 // counts in registers, sums in float32 and once a tile in double; histograms by integer atomics in shared memory, those of
-// codes by lane, so that no two lanes meet. Magnitudes of every 16th line -> sums_tile.cuh. At the end the block's numbers, by
-// shuffles of fixed order, into its part of the workspace; sums_sum_kernel adds up the parts, in theirs.
-// Bytes moved per element: 2 or 4 and the code's 0.5 or 1 read, and a scale for every eight elements, of which all but the
-// first come from the cache. The workspace is 2.4 KB a part.
-// Launch: blocks of 256 threads, one for each part, each going through items: 32 lines (128 where a scale covers 128) by 512
-// elements, or whole lines where all lines have one scale.
+// codes by lane, so that no two lanes meet. Magnitudes of every 16th line -> sums_tile.cuh. At the end the block's numbers,
+// by shuffles of fixed order, into its part of the workspace; sums_sum_kernel adds up the parts, in theirs. Bytes moved per
+// element: 2 or 4 and the code's 0.5 or 1 read, and a scale for every eight elements, of which all but the first come from
+// the cache. The workspace is 2.4 KB a part. Launch: blocks of 256 threads, one for each part, each going through items: 32
+// lines (128 where a scale covers 128) by 512 elements, or whole lines where all lines have one scale.
 #include <algorithm>
 
 #include "../launch_blocks.h"

@@ -9,8 +9,8 @@
 namespace jaxlowprec {
 namespace cuda {
 
-// --- y[M, N] = x[M, K] decode(w[N, K])^T as matmul_decode.cuh, in one launch without a workspace, for weights of whole 16 rows
-// by 128 k: enough of them on their way from memory to keep it busy.
+// --- y[M, N] = x[M, K] decode(w[N, K])^T as matmul_decode.cuh, in one launch without a workspace, for weights of whole 16
+// rows by 128 k: enough of them on their way from memory to keep it busy.
 //
 // Data flow: a block has 16 * kTiles weight rows and all of K; its 16 warps take 128 k each in turn. What a lane will decode
 // it copies to shared memory itself, 16 bytes of rows g and g + 8 of a unit (16 rows by 128 k), and waits for nothing but
