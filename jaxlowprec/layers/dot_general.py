@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,7 @@ from jaxlowprec.arrays.quantized_array import QuantizedArray
 from jaxlowprec.layers.delayed_scaling import State
 from jaxlowprec.layers.layer_call import LayerCall, layer_call
 from jaxlowprec.layers.low_rank import Adapter, LoRAKernel, add_product, check_adapter, is_quantized
+from jaxlowprec.layers.options import DotGeneralOptions, EinsumOptions
 from jaxlowprec.layers.product import QuantizedKernel
 from jaxlowprec.layers.residuals import in_profiles, tag_product
 from jaxlowprec.layers.subscripts import KernelAxes, contracted_names, kernel_axes, parse, reduce_alone
@@ -38,6 +39,32 @@ from jaxlowprec.wiring.sharding_rule import resharded
 DimensionNumbers = tuple[tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequence[int]]]
 
 
+@overload
+def dot_general(
+    lhs: Float[Array, "..."],
+    rhs: Float[Array, "..."] | QuantizedArray | LoRAKernel | None,
+    dimension_numbers: DimensionNumbers,
+    precision: Any = None,
+    preferred_element_type: Any = None,
+    *,
+    state: None = None,
+    **options: Unpack[DotGeneralOptions],
+) -> Float[Array, "..."]: ...
+
+
+@overload
+def dot_general(
+    lhs: Float[Array, "..."],
+    rhs: Float[Array, "..."] | QuantizedArray | LoRAKernel | None,
+    dimension_numbers: DimensionNumbers,
+    precision: Any = None,
+    preferred_element_type: Any = None,
+    *,
+    state: State,
+    **options: Unpack[DotGeneralOptions],
+) -> tuple[Float[Array, "..."], State]: ...
+
+
 def dot_general(
     lhs: Float[Array, "..."],
     rhs: Float[Array, "..."] | QuantizedArray | LoRAKernel | None,
@@ -51,7 +78,7 @@ def dot_general(
     quantized_kernel: QuantizedKernel | None = None,
     name: str = "",
     state: State | None = None,
-) -> Any:
+) -> Float[Array, "..."] | tuple[Float[Array, "..."], State]:
     """`jax.lax.dot_general` with its three GEMMs quantised as the recipe says; without a recipe it is that function.
 
     Any contraction and batch dimensions work. Each slice of the batch dimensions is quantised with its own amax and
@@ -84,7 +111,8 @@ def dot_general(
     settings: Any = {"recipe": recipe, "key": key, "name": name, "state": state, "precision": precision}
     if isinstance(rhs, LoRAKernel):
         settings |= {"quantized_kernel": quantized_kernel} | options
-        y = dot_general(lhs, rhs.kernel, dimension_numbers, **settings)
+        y: Any = dot_general(lhs, rhs.kernel, dimension_numbers, **settings)
+        out_state: Any
         y, out_state = (y, None) if state is None else y
         y = add_product(y, *_adapted(who, lhs, rhs, dimension_numbers), name)
         return y if state is None else (y, out_state)
@@ -196,7 +224,7 @@ def linear_general(
     kernel_batch = tuple(range(len(batch_dims)))
     kernel_contract = tuple(range(len(batch_dims), len(batch_dims) + len(contract_dims)))
     dims = ((contract_dims, kernel_contract), (batch_dims, kernel_batch))
-    y = dot_general(inputs, kernel, dims, state=state, **options)
+    y: Any = dot_general(inputs, kernel, dims, state=state, **options)
     y, out_state = (y, None) if state is None else y
     y = y.reshape(*y.shape[: inputs.ndim - len(contract_dims)], *features)
     if bias is not None:
@@ -226,6 +254,24 @@ def _as_matrices(
     return batch_shape, free_shape, x.reshape(*batch_shape, *sizes)
 
 
+@overload
+def einsum(
+    subscripts: str,
+    *operands: Float[Array, "..."] | QuantizedArray | LoRAKernel,
+    state: None = None,
+    **options: Unpack[EinsumOptions],
+) -> Float[Array, "..."]: ...
+
+
+@overload
+def einsum(
+    subscripts: str,
+    *operands: Float[Array, "..."] | QuantizedArray | LoRAKernel,
+    state: State,
+    **options: Unpack[EinsumOptions],
+) -> tuple[Float[Array, "..."], State]: ...
+
+
 def einsum(
     subscripts: str,
     *operands: Float[Array, "..."] | QuantizedArray | LoRAKernel,
@@ -236,7 +282,7 @@ def einsum(
     key: jax.Array | None = None,
     name: str = "",
     state: State | None = None,
-) -> Any:
+) -> Float[Array, "..."] | tuple[Float[Array, "..."], State]:
     """`jnp.einsum` of two operands, its three GEMMs quantised as the recipe says; without a recipe it is that function.
 
     A product that contracts nothing is not a GEMM and stays in high precision.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +27,7 @@ from jaxlowprec.layers.fused_mlp_product import (
 from jaxlowprec.layers.layer_call import LayerCall
 from jaxlowprec.layers.linear import features_of
 from jaxlowprec.layers.low_rank import LoRAKernel
+from jaxlowprec.layers.options import MlpOptions
 from jaxlowprec.layers.producers import NormedInput
 from jaxlowprec.layers.product import QuantizedKernel
 from jaxlowprec.layers.residuals import QUANTIZED_WEIGHT, in_profiles
@@ -49,6 +50,30 @@ from jaxlowprec.recipes.roles import Recipe
 from jaxlowprec.wiring.sharding_rule import resharded
 
 
+@overload
+def mlp(
+    x: Float[Array, "*T K"],
+    kernels: Sequence[Float[Array, "I O"] | QuantizedArray | LoRAKernel | None],
+    biases: Sequence[Float[Array, "O"] | None] | None = None,
+    recipe: Recipe | None = FROM_CONTEXT,
+    *,
+    states: None = None,
+    **options: Unpack[MlpOptions],
+) -> Float[Array, "*T N"]: ...
+
+
+@overload
+def mlp(
+    x: Float[Array, "*T K"],
+    kernels: Sequence[Float[Array, "I O"] | QuantizedArray | LoRAKernel | None],
+    biases: Sequence[Float[Array, "O"] | None] | None = None,
+    recipe: Recipe | None = FROM_CONTEXT,
+    *,
+    states: Sequence[delayed_scaling.State | None],
+    **options: Unpack[MlpOptions],
+) -> tuple[Float[Array, "*T N"], tuple[delayed_scaling.State | None, ...]]: ...
+
+
 def mlp(
     x: Float[Array, "*T K"],
     kernels: Sequence[Float[Array, "I O"] | QuantizedArray | LoRAKernel | None],
@@ -63,7 +88,7 @@ def mlp(
     states: Sequence[delayed_scaling.State | None] | None = None,
     out_sharding: NamedSharding | PartitionSpec | None = None,
     precision: Any = None,
-) -> Any:
+) -> Float[Array, "*T N"] | tuple[Float[Array, "*T N"], tuple[delayed_scaling.State | None, ...]]:
     """`linear(activation(linear(x, gate), linear(x, up)), down)`, which keeps little for its backward pass.
 
     The result and the gradients of kernels and biases are those of `linears`, the activation and `linear`, bit for bit

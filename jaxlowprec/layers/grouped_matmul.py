@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +24,7 @@ from jaxlowprec.layers import delayed_scaling, weight_only
 from jaxlowprec.layers.layer_call import LayerCall, PreparedProduct, layer_call, randomness_of
 from jaxlowprec.layers.linear import features_of
 from jaxlowprec.layers.measured import measured_weight
+from jaxlowprec.layers.options import GroupedMatmulOptions
 from jaxlowprec.layers.product import GemmOperands, GemmSpec, QuantizedKernel
 from jaxlowprec.layers.quantized_matmul import quantized_matmuls
 from jaxlowprec.layers.residuals import (
@@ -50,6 +51,32 @@ from jaxlowprec.telemetry import probes
 from jaxlowprec.wiring.sharding_rule import resharded, sharding_of
 
 
+@overload
+def grouped_matmul(
+    lhs: Float[Array, "T K"],
+    rhs: Float[Array, "E K N"] | QuantizedArray | None,
+    group_sizes: Int[Array, "E"],
+    bias: Float[Array, "E N"] | None = None,
+    recipe: Recipe | None = FROM_CONTEXT,
+    *,
+    state: None = None,
+    **options: Unpack[GroupedMatmulOptions],
+) -> Float[Array, "T N"]: ...
+
+
+@overload
+def grouped_matmul(
+    lhs: Float[Array, "T K"],
+    rhs: Float[Array, "E K N"] | QuantizedArray | None,
+    group_sizes: Int[Array, "E"],
+    bias: Float[Array, "E N"] | None = None,
+    recipe: Recipe | None = FROM_CONTEXT,
+    *,
+    state: delayed_scaling.State,
+    **options: Unpack[GroupedMatmulOptions],
+) -> tuple[Float[Array, "T N"], delayed_scaling.State]: ...
+
+
 def grouped_matmul(
     lhs: Float[Array, "T K"],
     rhs: Float[Array, "E K N"] | QuantizedArray | None,
@@ -63,7 +90,7 @@ def grouped_matmul(
     state: delayed_scaling.State | None = None,
     preferred_element_type: Any = None,
     precision: Any = None,
-) -> Any:
+) -> Float[Array, "T N"] | tuple[Float[Array, "T N"], delayed_scaling.State]:
     """Each group of rows times its own kernel; operands of the three GEMMs are quantised as the recipe says.
 
     The rows of the groups lie one after the other, without padding; a group may be empty. The result of a group depends

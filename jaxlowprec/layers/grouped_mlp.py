@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Unpack, overload
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
@@ -17,6 +17,7 @@ from jaxlowprec.layers.fused_mlp_product import Activation, MlpSpec, Saved, quan
 from jaxlowprec.layers.grouped_matmul import checked_groups, checked_sizes, groups_product, prepared_groups
 from jaxlowprec.layers.layer_call import LayerCall, PreparedProduct
 from jaxlowprec.layers.linear import features_of
+from jaxlowprec.layers.options import GroupedMlpOptions
 from jaxlowprec.layers.product import QuantizedKernel
 from jaxlowprec.layers.residuals import in_profiles
 from jaxlowprec.layers.shared_input import Layer, check_list, joined, layers_of, share_their_input
@@ -28,6 +29,32 @@ from jaxlowprec.wiring.sharding_rule import sharding_of
 
 _Checked = tuple[Any, Any, LayerCall]
 """A layer's kernels, bias and call."""
+
+
+@overload
+def grouped_mlp(
+    x: Float[Array, "T K"],
+    kernels: Sequence[Float[Array, "E I O"] | QuantizedArray | None],
+    group_sizes: Int[Array, "E"],
+    biases: Sequence[Float[Array, "E O"] | None] | None = None,
+    recipe: Recipe | None = FROM_CONTEXT,
+    *,
+    states: None = None,
+    **options: Unpack[GroupedMlpOptions],
+) -> Float[Array, "T N"]: ...
+
+
+@overload
+def grouped_mlp(
+    x: Float[Array, "T K"],
+    kernels: Sequence[Float[Array, "E I O"] | QuantizedArray | None],
+    group_sizes: Int[Array, "E"],
+    biases: Sequence[Float[Array, "E O"] | None] | None = None,
+    recipe: Recipe | None = FROM_CONTEXT,
+    *,
+    states: Sequence[delayed_scaling.State | None],
+    **options: Unpack[GroupedMlpOptions],
+) -> tuple[Float[Array, "T N"], tuple[delayed_scaling.State | None, ...]]: ...
 
 
 def grouped_mlp(
@@ -45,7 +72,7 @@ def grouped_mlp(
     states: Sequence[delayed_scaling.State | None] | None = None,
     preferred_element_type: Any = None,
     precision: Any = None,
-) -> Any:
+) -> Float[Array, "T N"] | tuple[Float[Array, "T N"], tuple[delayed_scaling.State | None, ...]]:
     """`mlp` of rows in groups, each group by kernels of its own: the experts of a mixture.
 
     The result and the gradients of kernels and biases are those of `grouped_matmul` for gate, up and down with the

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any
+from typing import Any, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,7 @@ from jaxlowprec.arrays.quantized_array import QuantizedArray
 from jaxlowprec.layers import delayed_scaling, weight_only
 from jaxlowprec.layers.layer_call import LayerCall, layer_call, quantized_weight
 from jaxlowprec.layers.low_rank import LoRAKernel, add_product, check_adapter
+from jaxlowprec.layers.options import LinearOptions
 from jaxlowprec.layers.product import QuantizedKernel
 from jaxlowprec.layers.residuals import in_profiles, tag_product
 from jaxlowprec.layers.watched import watched
@@ -121,6 +122,30 @@ def kernel_matrices(kernel: Any, batch: int, contracted: int) -> jax.Array:
     return kernel.reshape(*sizes, math.prod(rest[:contracted]), math.prod(rest[contracted:]))
 
 
+@overload
+def linear(
+    x: Float[Array, "*T K"],
+    kernel: Float[Array, "K N"] | QuantizedArray | LoRAKernel | None,
+    bias: Float[Array, "N"] | None = None,
+    recipe: Recipe | None = FROM_CONTEXT,
+    *,
+    state: None = None,
+    **options: Unpack[LinearOptions],
+) -> Float[Array, "*T N"]: ...
+
+
+@overload
+def linear(
+    x: Float[Array, "*T K"],
+    kernel: Float[Array, "K N"] | QuantizedArray | LoRAKernel | None,
+    bias: Float[Array, "N"] | None = None,
+    recipe: Recipe | None = FROM_CONTEXT,
+    *,
+    state: delayed_scaling.State,
+    **options: Unpack[LinearOptions],
+) -> tuple[Float[Array, "*T N"], delayed_scaling.State]: ...
+
+
 def linear(
     x: Float[Array, "*T K"],
     kernel: Float[Array, "K N"] | QuantizedArray | LoRAKernel | None,
@@ -133,7 +158,7 @@ def linear(
     state: delayed_scaling.State | None = None,
     out_sharding: NamedSharding | PartitionSpec | None = None,
     precision: Any = None,
-) -> Any:
+) -> Float[Array, "*T N"] | tuple[Float[Array, "*T N"], delayed_scaling.State]:
     """`x @ kernel + bias`, with the operands of its three GEMMs quantised as the recipe says.
 
     A gradient has the dtype of its argument: a float32 master weight gets a float32 gradient, rounded once. The bias is
@@ -179,7 +204,8 @@ def linear(
     if isinstance(kernel, LoRAKernel):
         check_adapter(who, kernel)
         options = settings | {"quantized_kernel": quantized_kernel, "out_sharding": out_sharding}
-        y = linear(x, kernel.kernel, bias, **options)
+        y: Any = linear(x, kernel.kernel, bias, **options)
+        out_state: Any
         y, out_state = (y, None) if state is None else y
         y = add_product(y, jnp.atleast_2d(x), kernel.adapter, name)
         return y if state is None else (y, out_state)

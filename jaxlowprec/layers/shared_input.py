@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Unpack, overload
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
@@ -17,6 +17,7 @@ from jaxlowprec.layers import delayed_scaling, weight_only
 from jaxlowprec.layers.layer_call import LayerCall, must_merge
 from jaxlowprec.layers.linear import checked_call, linear
 from jaxlowprec.layers.low_rank import LoRAKernel
+from jaxlowprec.layers.options import LinearsOptions
 from jaxlowprec.layers.producers import NormedInput
 from jaxlowprec.layers.product import QuantizedKernel
 from jaxlowprec.layers.quantized_matmul import quantized_matmuls
@@ -60,6 +61,30 @@ class Layer(NamedTuple):
         return checked_call(who, x, self.kernel, self.bias, self.quantized_kernel, self.settings)
 
 
+@overload
+def linears(
+    x: Float[Array, "*T K"],
+    kernels: Sequence[Float[Array, "K N"] | QuantizedArray | LoRAKernel | None],
+    biases: Sequence[Float[Array, "N"] | None] | None = None,
+    recipe: Recipe | None = FROM_CONTEXT,
+    *,
+    states: None = None,
+    **options: Unpack[LinearsOptions],
+) -> tuple[Float[Array, "*T N"], ...]: ...
+
+
+@overload
+def linears(
+    x: Float[Array, "*T K"],
+    kernels: Sequence[Float[Array, "K N"] | QuantizedArray | LoRAKernel | None],
+    biases: Sequence[Float[Array, "N"] | None] | None = None,
+    recipe: Recipe | None = FROM_CONTEXT,
+    *,
+    states: Sequence[delayed_scaling.State | None],
+    **options: Unpack[LinearsOptions],
+) -> tuple[tuple[Float[Array, "*T N"], ...], tuple[delayed_scaling.State | None, ...]]: ...
+
+
 def linears(
     x: Float[Array, "*T K"],
     kernels: Sequence[Float[Array, "K N"] | QuantizedArray | LoRAKernel | None],
@@ -72,7 +97,9 @@ def linears(
     states: Sequence[delayed_scaling.State | None] | None = None,
     out_sharding: NamedSharding | PartitionSpec | None = None,
     precision: Any = None,
-) -> Any:
+) -> (
+    tuple[Float[Array, "*T N"], ...] | tuple[tuple[Float[Array, "*T N"], ...], tuple[delayed_scaling.State | None, ...]]
+):
     """`linear` of one input by several kernels, such as query, key and value: x is quantised once, and kept once.
 
     Results and gradients of kernels and biases have the bits of separate calls, except that signs that are drawn for a

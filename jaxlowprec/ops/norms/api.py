@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,26 @@ from jaxlowprec.ops.norms.reference import weights
 from jaxlowprec.wiring.sharding_rule import resharded, sharding_of
 
 
+class NormOptions(TypedDict, total=False):
+    """Options of `rms_norm` and `layer_norm`."""
+
+    epsilon: float
+    zero_centered_gamma: bool
+    implementation: Implementation
+
+
+@overload
+def rms_norm(
+    x: Float[Array, "*B C"], gamma: Float[Array, "C"], residual: None = None, **options: Unpack[NormOptions]
+) -> Float[Array, "*B C"]: ...
+
+
+@overload
+def rms_norm(
+    x: Float[Array, "*B C"], gamma: Float[Array, "C"], residual: Float[Array, "*B C"], **options: Unpack[NormOptions]
+) -> tuple[Float[Array, "*B C"], Float[Array, "*B C"]]: ...
+
+
 def rms_norm(
     x: Float[Array, "*B C"],
     gamma: Float[Array, "C"],
@@ -29,7 +49,7 @@ def rms_norm(
     epsilon: float = 1e-6,
     zero_centered_gamma: bool = False,
     implementation: Implementation = None,
-) -> Any:
+) -> Float[Array, "*B C"] | tuple[Float[Array, "*B C"], Float[Array, "*B C"]]:
     """`x / sqrt(mean(x^2) + epsilon) * gamma` of each row.
 
     Computed in float32 and rounded once to x's dtype. The sum of a row has a fixed order, so that the result does not
@@ -60,6 +80,37 @@ def rms_norm(
     return _norm("rms", (x, residual, gamma, None), epsilon, zero_centered_gamma, implementation)
 
 
+@overload
+def layer_norm(
+    x: Float[Array, "*B C"],
+    gamma: Float[Array, "C"],
+    beta: Float[Array, "C"] | None = None,
+    residual: None = None,
+    **options: Unpack[NormOptions],
+) -> Float[Array, "*B C"]: ...
+
+
+@overload
+def layer_norm(
+    x: Float[Array, "*B C"],
+    gamma: Float[Array, "C"],
+    beta: Float[Array, "C"] | None,
+    residual: Float[Array, "*B C"],
+    **options: Unpack[NormOptions],
+) -> tuple[Float[Array, "*B C"], Float[Array, "*B C"]]: ...
+
+
+@overload
+def layer_norm(
+    x: Float[Array, "*B C"],
+    gamma: Float[Array, "C"],
+    beta: Float[Array, "C"] | None = None,
+    *,
+    residual: Float[Array, "*B C"],
+    **options: Unpack[NormOptions],
+) -> tuple[Float[Array, "*B C"], Float[Array, "*B C"]]: ...
+
+
 def layer_norm(
     x: Float[Array, "*B C"],
     gamma: Float[Array, "C"],
@@ -69,7 +120,7 @@ def layer_norm(
     epsilon: float = 1e-6,
     zero_centered_gamma: bool = False,
     implementation: Implementation = None,
-) -> Any:
+) -> Float[Array, "*B C"] | tuple[Float[Array, "*B C"], Float[Array, "*B C"]]:
     """`(x - mean(x)) / sqrt(var(x) + epsilon) * gamma + beta` of each row.
 
     Computed in float32 and rounded once to x's dtype; the variance is that of the centred row. The sums of a row have a
@@ -117,13 +168,15 @@ class Norm(NamedTuple):
         y, *total = _normed(self.spec, tuple(map(sharding_of, aligned)), *aligned)
         return y.reshape(self.x.shape), total[0].reshape(self.x.shape) if total else None
 
-    def result(self) -> Any:
+    def result(self) -> jax.Array | tuple[jax.Array, jax.Array]:
         """The result of `rms_norm` and `layer_norm`: the normed rows; with a residual a pair of them and the sum."""
         y, total = self.alone()
         return y if total is None else (y, total)
 
 
-def _norm(kind: Any, operands: tuple[Any, ...], epsilon: Any, zero_centered: bool, implementation: Any) -> Any:
+def _norm(
+    kind: Any, operands: tuple[Any, ...], epsilon: Any, zero_centered: bool, implementation: Any
+) -> jax.Array | tuple[jax.Array, jax.Array]:
     """The norm of operands: x, residual, gamma and beta."""
     return checked_norm(kind, operands, epsilon, zero_centered, implementation).result()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, TypedDict, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,51 @@ from jaxlowprec.ops.scaled_matmul.op import MatmulSpec, matmul_op
 from jaxlowprec.ops.sums.kinds import IN_FLOAT32, SumOverDevices
 from jaxlowprec.ops.weight_only_matmul.api import weight_only_matmul
 from jaxlowprec.wiring.sharding_rule import resharded
+
+
+class ScaledMatmulOptions(TypedDict, total=False):
+    """Options of `scaled_matmul` that do not change what it returns."""
+
+    activation: Activation
+    accumulate: Float[Array, "*B M N"] | None
+    preferred_element_type: Any
+    implementation: Implementation
+    activation_input: Float[Array, "*B M N"] | None
+    out_sharding: NamedSharding | PartitionSpec | None
+    precision: Any
+
+
+@overload
+def scaled_matmul(
+    lhs: QuantizedArray | Float[Array, "*B M K"],
+    rhs: QuantizedArray,
+    bias: Float[Array, "*B N"] | None = None,
+    *,
+    return_pre_activation: Literal[False] = False,
+    **options: Unpack[ScaledMatmulOptions],
+) -> Float[Array, "*B M N"]: ...
+
+
+@overload
+def scaled_matmul(
+    lhs: QuantizedArray | Float[Array, "*B M K"],
+    rhs: QuantizedArray,
+    bias: Float[Array, "*B N"] | None = None,
+    *,
+    return_pre_activation: Literal[True],
+    **options: Unpack[ScaledMatmulOptions],
+) -> tuple[Float[Array, "*B M N"], Float[Array, "*B M N"]]: ...
+
+
+@overload
+def scaled_matmul(
+    lhs: QuantizedArray | Float[Array, "*B M K"],
+    rhs: QuantizedArray,
+    bias: Float[Array, "*B N"] | None = None,
+    *,
+    return_pre_activation: bool,
+    **options: Unpack[ScaledMatmulOptions],
+) -> Float[Array, "*B M N"] | tuple[Float[Array, "*B M N"], Float[Array, "*B M N"]]: ...
 
 
 def scaled_matmul(
