@@ -70,7 +70,7 @@ class QuantizedArray:
     hadamard: Hadamard | None
     signs: jax.Array | None = None
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         who = "QuantizedArray"
         if not isinstance(self.format, Format):
             raise TypeError(f"{who}: format={shown(self.format)}; needs a format such as NVFP4()")

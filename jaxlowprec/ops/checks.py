@@ -199,11 +199,11 @@ def no_derivative(message: str) -> Callable[[Any], Any]:
     """A function that returns its argument, any tree of arrays; its derivative raises NotImplementedError(message)."""
 
     @jax.custom_jvp
-    def identity(arrays):
+    def identity(arrays: Any) -> Any:
         return arrays
 
     @identity.defjvp
-    def _derivative(primals, tangents):
+    def _derivative(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> Any:
         raise NotImplementedError(message)
 
     return identity

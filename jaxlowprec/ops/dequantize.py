@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -62,7 +63,7 @@ def _dequantize(q: QuantizedArray, dtype: Any, implementation: Implementation) -
     rows, columns = (1, *q.matrix_shape) if vector else (q.matrix_shape if q.axis == -1 else q.matrix_shape[::-1])
     operands = jax.lax.stop_gradient((data, scale) if q.amax is None else (data, scale, q.amax))
 
-    def decode(columns, rotation, dtype):
+    def decode(columns: int, rotation: Hadamard | None, dtype: Any) -> jax.Array:
         ragged_columns = columns if columns % fmt.length else None
         ragged_rows = fmt.tiles and rows % fmt.length != 0
         op = dequantize_op(fmt, ragged_rows, ragged_columns, rotation, jnp.dtype(dtype), implementation)
@@ -89,7 +90,7 @@ def dequantize_op(
     hadamard: Hadamard | None,
     dtype: Any,
     implementation: Implementation,
-):
+) -> wiring.Op:
     """data [..., R, C] (packed: bytes), scale, and for two-level formats amax [...] -> [..., R, C] of `dtype`.
 
     `ragged_columns`: C where it is not a multiple of the block, else None. `hadamard`: a rotation of size 16 to undo.
@@ -111,16 +112,16 @@ def dequantize_op(
     text = f"... {row} {code}, {scale}{amax} -> ... {row} {column}"
     sizes = {f: n for f, n in sizes.items() if f" {f})" in text}
 
-    def columns(data):
+    def columns(data: jax.Array) -> int:
         return data.shape[-1] * (1 + fmt.packed) if ragged_columns is None else ragged_columns
 
-    def outputs(data, *_):
+    def outputs(data: jax.Array, *_: jax.Array) -> wiring.Shapes:
         return [((*data.shape[:-1], columns(data)), dtype)]
 
-    def run_reference(data, scale, amax=None):
+    def run_reference(data: jax.Array, scale: jax.Array, amax: jax.Array | None = None) -> Sequence[jax.Array]:
         return [dequantize_rows(data, scale, amax, fmt, columns(data), hadamard, dtype)]
 
-    def run_native(data, *operands):
+    def run_native(data: jax.Array, *operands: jax.Array) -> Sequence[jax.Array]:
         mask = np.uint32(hadamard.mask if hadamard else 0).view(np.int32)
         call = jax.ffi.ffi_call("jaxlowprec_dequantize", jax.ShapeDtypeStruct(*outputs(data)[0]))
         return [call(data, *operands, format=fmt.attributes, rotate=hadamard is not None, sign_mask=mask)]
@@ -165,7 +166,7 @@ def dequantize_rows(
     fmt: Format,
     columns: int,
     hadamard: Hadamard | None,
-    dtype,
+    dtype: Any,
 ) -> jax.Array:
     """Codes [..., R, bytes] -> [..., R, columns] of `dtype`: decoded and rotated back in float32, rounded once."""
     codes, scales = code_values(data, fmt), scale_values(scale, fmt, data.shape[-2])

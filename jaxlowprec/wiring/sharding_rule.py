@@ -31,7 +31,7 @@ class MeshArray(NamedTuple):
     """
 
     shape: tuple[int, ...]
-    spec: Sequence[Any]
+    spec: PartitionSpec | Sequence[Any]
     itemsize: int
 
     @property

@@ -167,12 +167,16 @@ def _activate(kind: str, implementation: Implementation, *operands: jax.Array) -
     return activation_op(kind, implementation)(*operands)[0]
 
 
-def _forward(kind: str, implementation: Implementation, *operands: jax.Array):
+def _forward(
+    kind: str, implementation: Implementation, *operands: jax.Array
+) -> tuple[jax.Array, tuple[jax.Array, ...]]:
     operands = _differentiated_once(operands)
     return activation_op(kind, implementation)(*operands)[0], operands
 
 
-def _backward(kind: str, implementation: Implementation, operands: tuple[jax.Array, ...], dy: jax.Array):
+def _backward(
+    kind: str, implementation: Implementation, operands: tuple[jax.Array, ...], dy: jax.Array
+) -> tuple[jax.Array, ...]:
     gradients = activation_gradient_op(kind, implementation)(_differentiated_once(dy), *operands)
     return tuple(resharded(g, sharding_of(x)) for g, x in zip(gradients, operands, strict=True))
 

@@ -208,7 +208,14 @@ def checked_norm(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _normed(spec: NormSpec, shardings: tuple[Any, ...], x, residual, weight, beta):
+def _normed(
+    spec: NormSpec,
+    shardings: tuple[Any, ...],
+    x: jax.Array,
+    residual: jax.Array | None,
+    weight: jax.Array,
+    beta: jax.Array | None,
+) -> tuple[jax.Array, ...]:
     """The normed rows, and the sum of x and the residual if there is one.
 
     `shardings`: those of the operands, which their gradients get, too; see `out_sharding.sharding_of`.
@@ -216,19 +223,30 @@ def _normed(spec: NormSpec, shardings: tuple[Any, ...], x, residual, weight, bet
     return _results(spec, x, residual, weight, beta)[0]
 
 
-def _results(spec: NormSpec, x, residual, weight, beta) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
+def _results(
+    spec: NormSpec, x: jax.Array, residual: jax.Array | None, weight: jax.Array, beta: jax.Array | None
+) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
     """The results, and the saved numbers."""
     found = normed(spec, x, weight, residual, beta)
     return (found.y,) if found.total is None else (found.y, found.total), found.saved
 
 
-def _forward(spec: NormSpec, shardings, x, residual, weight, beta):
+def _forward(
+    spec: NormSpec,
+    shardings: tuple[Any, ...],
+    x: jax.Array,
+    residual: jax.Array | None,
+    weight: jax.Array,
+    beta: jax.Array | None,
+) -> tuple[tuple[jax.Array, ...], Any]:
     x, residual, weight, beta = _differentiated_once((x, residual, weight, beta))
     results, saved = _results(spec, x, residual, weight, beta)
     return results, (results[-1] if spec.residual else x, weight, saved)
 
 
-def _backward(spec: NormSpec, shardings, kept, gradients):
+def _backward(
+    spec: NormSpec, shardings: tuple[Any, ...], kept: Any, gradients: tuple[jax.Array, ...]
+) -> tuple[Any, ...]:
     dy, *of_sum = _differentiated_once(gradients)
     return norm_gradients(spec, shardings, kept, dy, of_sum)
 

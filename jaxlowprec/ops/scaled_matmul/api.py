@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, TypedDict, Unpack, overload
 
 import jax
@@ -283,7 +284,14 @@ def _amax_of_lines(q: QuantizedArray) -> jax.Array:
 
 
 @functools.partial(jax.jit, static_argnames=("epilogue", "both", "split"))
-def _finished(accumulators, amaxes, extras, epilogue: Epilogue, both: bool, split: bool) -> list[jax.Array]:
+def _finished(
+    accumulators: jax.Array,
+    amaxes: tuple[jax.Array, jax.Array],
+    extras: Sequence[jax.Array],
+    epilogue: Epilogue,
+    both: bool,
+    split: bool,
+) -> list[jax.Array]:
     """The epilogue of accumulators [..., M, N] that lack the amaxes of a, [..., M or 1], and of b, [..., N or 1].
 
     `both`: both operands are row-scaled. `split`: a and the accumulators have split rows, [..., S, M, N].
@@ -304,7 +312,9 @@ def _results(out: list[jax.Array], out_sharding: Any) -> Any:
 
 
 @functools.partial(jax.jit, static_argnames=("spec", "implementation"))
-def _multiply(operands: tuple[jax.Array, ...], spec: MatmulSpec, implementation: Implementation) -> list[jax.Array]:
+def _multiply(
+    operands: tuple[jax.Array, ...], spec: MatmulSpec, implementation: Implementation
+) -> tuple[jax.Array, ...]:
     return matmul_op(spec, implementation)(*jax.lax.stop_gradient(operands))
 
 

@@ -106,7 +106,9 @@ def why_not(spec: Any, a_data: jax.Array, b_data: jax.Array) -> str:
     return _plans(formats, rows, columns, depth, False, spec.float32_sums)[0]
 
 
-def matmul(spec: Any, a_data, a_scale, b_data, b_scale, *extras) -> list[jax.Array]:
+def matmul(
+    spec: Any, a_data: jax.Array, a_scale: jax.Array, b_data: jax.Array, b_scale: jax.Array, *extras: jax.Array
+) -> list[jax.Array]:
     """The op of `op.py`, on the operands that it documents."""
     rest = list(extras)
     a_fmt, b_fmt = spec.a_format, spec.b_format

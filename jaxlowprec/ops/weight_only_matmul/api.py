@@ -135,7 +135,7 @@ def _rule(spec: WeightOnlySpec, count: int) -> wiring.ShardingRule:
 
 
 @functools.cache
-def weight_only_together_op(spec: WeightOnlySpec, count: int, implementation: Implementation):
+def weight_only_together_op(spec: WeightOnlySpec, count: int, implementation: Implementation) -> wiring.Op:
     """x [..., M, K]; then `count` times a weight as data [N, bytes], scale and, where its format has them, amax and
     zero points, and its bias [N] where the epilogue has one -> a [..., M, N] of each weight.
 
@@ -144,16 +144,16 @@ def weight_only_together_op(spec: WeightOnlySpec, count: int, implementation: Im
     """
     alone, each = weight_only_op(spec, implementation), spec.weights + spec.epilogue.bias
 
-    def of_each(operands):
+    def of_each(operands: Sequence[Any]) -> list[Sequence[Any]]:
         return [operands[at : at + each] for at in range(0, count * each, each)]
 
-    def outputs(x, *operands):
+    def outputs(x: jax.Array, *operands: jax.Array) -> wiring.Shapes:
         return [((*x.shape[:-1], data.shape[-2]), spec.epilogue.out_dtype) for data, *_ in of_each(operands)]
 
-    def one_by_one(body):
+    def one_by_one(body: wiring.Body) -> wiring.Body:
         return lambda x, *operands: [body(spec, x, *own)[0] for own in of_each(operands)]
 
-    def run_native(x, *operands):
+    def run_native(x: jax.Array, *operands: jax.Array) -> Sequence[jax.Array]:
         lead = x.shape[:-1]
         x = x.reshape(math.prod(lead), x.shape[-1])
         results = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in outputs(x, *operands)]
@@ -163,7 +163,7 @@ def weight_only_together_op(spec: WeightOnlySpec, count: int, implementation: Im
         )
         return [y.reshape(*lead, y.shape[-1]) for y in out]
 
-    def when_reduced(add_up, x, *operands):
+    def when_reduced(add_up: wiring.AddUp, x: jax.Array, *operands: jax.Array) -> Sequence[jax.Array]:
         """Adds up float32 sums over the devices that split K, then applies each epilogue."""
         plain = dataclasses.replace(spec, epilogue=spec.epilogue.accumulators_only)
         weights = [own[: spec.weights] for own in of_each(operands)]
@@ -183,7 +183,9 @@ def weight_only_together_op(spec: WeightOnlySpec, count: int, implementation: Im
     op = custom_vmap(lambda *operands: wired(*operands))
 
     @op.def_vmap
-    def _(size, batched, x, *operands):
+    def _(
+        size: int, batched: Sequence[bool], x: jax.Array, *operands: jax.Array
+    ) -> tuple[tuple[jax.Array, ...], tuple[bool, ...]]:
         """A mapped axis of x alone holds more rows; mapped weights are multiplied one by one."""
         if not any(batched[1:]):
             out = op(x, *operands)

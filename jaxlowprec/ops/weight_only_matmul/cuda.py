@@ -6,6 +6,7 @@ Numbers differ from the CPU's by float32 rounding: tensor cores add up in anothe
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -35,7 +36,15 @@ def why_not(spec: Any, x: jax.Array, scale: jax.Array) -> str:
     return _plan(spec, x, scale)[0]
 
 
-def matmul(spec: Any, x, data, scale, amax, zero_point, extras) -> list[jax.Array]:
+def matmul(
+    spec: Any,
+    x: jax.Array,
+    data: jax.Array,
+    scale: jax.Array,
+    amax: jax.Array | None,
+    zero_point: jax.Array | None,
+    extras: Sequence[jax.Array],
+) -> list[jax.Array]:
     """The product by the kernel, which computes the sums times alpha and rounds them; XLA applies another epilogue."""
     lead = x.shape[:-1]
     rows = x.reshape(math.prod(lead), x.shape[-1]) if spec.shared else x
@@ -60,7 +69,15 @@ def exact_dtype(fmt: Any, x: jax.Array) -> Any:
     return x.dtype if x.dtype == weight else jnp.dtype("float32")
 
 
-def decoded_matmul(spec: Any, x, data, scale, amax, zero_point, extras) -> list[jax.Array]:
+def decoded_matmul(
+    spec: Any,
+    x: jax.Array,
+    data: jax.Array,
+    scale: jax.Array,
+    amax: jax.Array | None,
+    zero_point: jax.Array | None,
+    extras: Sequence[jax.Array],
+) -> list[jax.Array]:
     """The product by XLA's GEMM of x and the decoded weight, in the narrowest dtype that holds both exactly."""
     dtype = exact_dtype(spec.format, x)
     w = reference.decoded(data, scale, zero_point, spec.format)[..., : x.shape[-1]].astype(dtype)
