@@ -366,12 +366,28 @@ class WeightOnlyGroupsSpec:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _weight_only(spec: WeightOnlyGroupsSpec, x, w, bias, q, sizes, probe):
+def _weight_only(
+    spec: WeightOnlyGroupsSpec,
+    x: jax.Array,
+    w: jax.Array | None,
+    bias: jax.Array | None,
+    q: QuantizedArray | None,
+    sizes: jax.Array,
+    probe: probes.Probe | None,
+) -> jax.Array:
     return _weight_only_fprop(spec, x, w, bias, q, sizes)[0]
 
 
-def _weight_only_fprop(spec: WeightOnlyGroupsSpec, x, w, bias, q, sizes):
+def _weight_only_fprop(
+    spec: WeightOnlyGroupsSpec,
+    x: jax.Array,
+    w: jax.Array | None,
+    bias: jax.Array | None,
+    q: QuantizedArray | None,
+    sizes: jax.Array,
+) -> tuple[jax.Array, QuantizedArray]:
     if q is None:
+        assert w is not None
         with in_profiles("quantize weight"):
             q = quantize_weight(w, spec.served.format, spec.served.served_dtype)
     added = None if bias is None else bias.astype(jnp.float32)
@@ -379,7 +395,15 @@ def _weight_only_fprop(spec: WeightOnlyGroupsSpec, x, w, bias, q, sizes):
         return grouped_weight_only(x, q.mT, sizes, added, spec.out_dtype), q
 
 
-def _weight_only_forward(spec: WeightOnlyGroupsSpec, x, w, bias, q, sizes, probe):
+def _weight_only_forward(
+    spec: WeightOnlyGroupsSpec,
+    x: jax.Array,
+    w: jax.Array | None,
+    bias: jax.Array | None,
+    q: QuantizedArray | None,
+    sizes: jax.Array,
+    probe: probes.Probe | None,
+) -> tuple[jax.Array, Any]:
     x, w, bias = differentiated_once((x, w, bias))
     y, q = _weight_only_fprop(spec, x, w, bias, q, sizes)
     markers = tuple(dtype_marker(a) for a in (x, w, bias))
@@ -388,7 +412,7 @@ def _weight_only_forward(spec: WeightOnlyGroupsSpec, x, w, bias, q, sizes, probe
     return tag_product(y), (kept, markers, sizes, found)
 
 
-def _weight_only_backward(spec: WeightOnlyGroupsSpec, residuals, dy):
+def _weight_only_backward(spec: WeightOnlyGroupsSpec, residuals: Any, dy: jax.Array) -> tuple[Any, ...]:
     (x, q, clipped), (x_marker, w_marker, bias_marker), sizes, found = residuals
     x_sharding, w_sharding, bias_sharding = spec.shardings
     rows = RowsInGroups(sizes, spec.precision)

@@ -228,7 +228,16 @@ class LayerCall:
         state = delayed_scaling.check_state(self.who, recipe.delayed, self.state, experts)
         return delayed_scaling.used_and_handed_on(state)
 
-    def _weight_only(self, x, w, bias, loaded, served, result, probe=None) -> jax.Array:
+    def _weight_only(
+        self,
+        x: jax.Array,
+        w: jax.Array | None,
+        bias: jax.Array | None,
+        loaded: QuantizedArray | None,
+        served: weight_only.WeightServing,
+        result: tuple[Any, Any, bool],
+        probe: probes.Probe | None = None,
+    ) -> jax.Array:
         """The product if only the weight is quantised."""
         self.check_quantized(w)
         out_dtype, out_sharding, rows_split = result

@@ -128,14 +128,14 @@ def rows_of(spec: GemmSpec, sizes: jax.Array | None) -> AllRows | RowsInGroups:
     return AllRows(spec.rows_split, spec.precision) if sizes is None else RowsInGroups(sizes, spec.precision)
 
 
-def _encode_scale(spec: GemmSpec, state, tensor: str):
+def _encode_scale(spec: GemmSpec, state: Any, tensor: str) -> jax.Array | None:
     """The encode scale of delayed scaling, if the spec has it."""
     if spec.delayed is None:
         return None
     return delayed_scaling.encode_scale(spec.delayed, state, tensor, _maximum(spec.delayed, tensor))
 
 
-def recorded(delayed: DelayedScaling, state, tensor: str, amax: jax.Array):
+def recorded(delayed: DelayedScaling, state: Any, tensor: str, amax: jax.Array) -> delayed_scaling.State:
     """The state with the tensor's new history and scale."""
     return state | delayed_scaling.updated(delayed, state, tensor, _maximum(delayed, tensor), amax)
 
@@ -210,14 +210,23 @@ class SavedForBackward(NamedTuple):
     of_sums: Randomness | None
 
 
-def roles_of_input(spec: GemmSpec, *, forward=True, backward=False) -> tuple[Role | None, Role | None]:
+def roles_of_input(spec: GemmSpec, *, forward: bool = True, backward: bool = False) -> tuple[Role | None, Role | None]:
     """The roles of the input rowwise and columnwise; see `quantized_input`."""
     rowwise = forward or (backward and (spec.decodes("wgrad") or spec.requantizes("input")))
     return role_of(spec.fprop, 0, rowwise), role_of(spec.wgrad, 0, backward)
 
 
 def quantized_input(
-    spec: GemmSpec, x, state, *, sizes=None, randomness=None, signs=None, forward=True, backward=False, amaxes=None
+    spec: GemmSpec,
+    x: jax.Array,
+    state: Any,
+    *,
+    sizes: jax.Array | None = None,
+    randomness: Randomness | None = None,
+    signs: Randomness | None = None,
+    forward: bool = True,
+    backward: bool = False,
+    amaxes: Any = None,
 ) -> QuantizedInput:
     """x in the forms that fprop reads (`forward`), and those that the backward pass reads of it (`backward`).
 
@@ -230,6 +239,7 @@ def quantized_input(
         encode = _encode_scale(spec, state, "input")
         words, key = None, None
         if column is not None and column.rounding != "nearest":
+            assert randomness is not None
             words = randomness.words_of_input(lambda: rows.amax(x) if amaxes is None else amaxes[0])
         if column is not None and signs is not None:
             key = signs.words_for(lambda: rows.amax(x))
@@ -253,7 +263,9 @@ def products_differentiated_once(products: Sequence[GemmOperands]) -> tuple[Gemm
     return tuple(p._replace(w=w, bias=bias) for p, (w, bias) in zip(products, learn, strict=True))
 
 
-def fprop(spec: GemmSpec, given: QuantizedInput, product: GemmOperands, state, *, keep: bool = False):
+def fprop(
+    spec: GemmSpec, given: QuantizedInput, product: GemmOperands, state: Any, *, keep: bool = False
+) -> tuple[jax.Array, QuantizedKernel]:
     """The result, and the kernel quantised row- and columnwise as far as that is needed now or has to be kept."""
     rows = rows_of(spec, product.sizes)
     w: Any = product.w
@@ -279,7 +291,9 @@ def fprop(spec: GemmSpec, given: QuantizedInput, product: GemmOperands, state, *
     return y, QuantizedKernel(w_row, w_column)
 
 
-def forward(spec: GemmSpec, given: QuantizedInput, product: GemmOperands, states: States):
+def forward(
+    spec: GemmSpec, given: QuantizedInput, product: GemmOperands, states: States
+) -> tuple[jax.Array, SavedForBackward, QuantizedKernel]:
     """The result of a product whose input is quantised, what is kept, and the kernel quantised both ways."""
     state, probe = states
     w = product.w
@@ -318,7 +332,9 @@ def amaxes_of_gradient(spec: GemmSpec) -> Amaxes | None:
     return amaxes_of(role_of(spec.dgrad, 0), role_of(spec.wgrad, 1), spec.rows_split)
 
 
-def _quantized_gradient(spec: GemmSpec, kept: SavedForBackward, x, w, dy, amaxes):
+def _quantized_gradient(
+    spec: GemmSpec, kept: SavedForBackward, x: Any, w: Any, dy: jax.Array, amaxes: Any
+) -> tuple[Any, Any]:
     """The gradient of the result row- and columnwise, as dgrad and wgrad need it. w and x, which these read, have the
     signs of their rotations if they are drawn."""
     rows, weight_learns = rows_of(spec, kept.sizes), kept.dtype_markers[0] is not None
@@ -335,7 +351,17 @@ def _quantized_gradient(spec: GemmSpec, kept: SavedForBackward, x, w, dy, amaxes
     return rows.both_ways(dy, row, column, sign_key=signs, row_sign_key=row_signs, **options)
 
 
-def backward(spec: GemmSpec, x, kept: SavedForBackward, dy, dx_dtype, *, amaxes=None, quantized=None, row_sums=None):
+def backward(
+    spec: GemmSpec,
+    x: Any,
+    kept: SavedForBackward,
+    dy: Any,
+    dx_dtype: Any,
+    *,
+    amaxes: Any = None,
+    quantized: tuple[Any, Any] | None = None,
+    row_sums: jax.Array | None = None,
+) -> tuple[jax.Array, GemmOperands, States]:
     """The gradients of the input and of the product's arguments, and what goes to its states.
 
     Arguments:
@@ -377,7 +403,7 @@ def backward(spec: GemmSpec, x, kept: SavedForBackward, dy, dx_dtype, *, amaxes=
     return dx, gradients, (state, found)
 
 
-def quantized_inputs(specs: Specs, x, states: Sequence[States], **wanted: Any) -> tuple[QuantizedInput, ...]:
+def quantized_inputs(specs: Specs, x: jax.Array, states: Sequence[States], **wanted: Any) -> tuple[QuantizedInput, ...]:
     """`quantized_input` of products that share x: one for all, or one for each that has its own delayed scaling."""
     if specs[0].delayed is None:
         return (quantized_input(specs[0], x, None, **wanted),)
@@ -391,7 +417,7 @@ def for_each(specs: Specs, inputs: Sequence[Any]) -> Sequence[Any]:
 
 def forward_of_all(
     specs: Specs, inputs: Sequence[QuantizedInput], products: Sequence[GemmOperands], states: Sequence[States]
-):
+) -> tuple[tuple[jax.Array, ...], tuple[SavedForBackward, ...], tuple[QuantizedKernel, ...], list[Any]]:
     """`forward` of products that share their input: their results, what is kept, and kernels; and the inputs kept."""
     kept_inputs = [tag_residual(read_by_wgrad(*each), QUANTIZED_INPUT) for each in zip(specs, inputs, strict=False)]
     found = [forward(*each) for each in zip(specs, for_each(specs, inputs), products, states, strict=True)]
@@ -406,7 +432,7 @@ def backward_of_all(
     dys: Sequence[jax.Array | None],
     x_marker: Any,
     **known: Any,
-):
+) -> tuple[jax.Array, tuple[GemmOperands, ...], tuple[States, ...]]:
     """`backward` of products that share their input, of which `xs` was kept.
 
     The gradient of the input is summed in float32 and rounded once.

@@ -27,7 +27,8 @@ from jaxlowprec.ops.grouped_matmul.groups import Groups
 from jaxlowprec.ops.grouped_matmul.op import bias_of_rows
 from jaxlowprec.ops.grouped_matmul.quantize_op import over_batches
 from jaxlowprec.ops.scaled_matmul.api import scaled_matmul_of_rows
-from jaxlowprec.ops.sums.kinds import IN_FLOAT32
+from jaxlowprec.ops.sums.kinds import IN_FLOAT32, SumOverDevices
+from jaxlowprec.recipes.roles import Role
 from jaxlowprec.wiring.sharding_rule import resharded
 
 
@@ -44,7 +45,16 @@ class AllRows:
     precision: Any
 
     def both_ways(
-        self, x, row, column, *, words=None, amax=None, encode=None, sign_key=None, row_sign_key=None
+        self,
+        x: Any,
+        row: Role | None,
+        column: Role | None,
+        *,
+        words: jax.Array | None = None,
+        amax: Any = None,
+        encode: jax.Array | None = None,
+        sign_key: jax.Array | None = None,
+        row_sign_key: jax.Array | None = None,
     ) -> tuple[Any, Any]:
         """See `operands.both_ways`."""
         options: Any = {"rows_split": self.split, "sign_key": sign_key, "row_sign_key": row_sign_key}
@@ -58,24 +68,43 @@ class AllRows:
         """The amax of x: what delayed scaling records, and what random bits are derived from without a key."""
         return tensor_amax(x, True, None, rows_split=self.split)[0]
 
-    def by_weight(self, a, b, bias, out_dtype, sharding, sums=IN_FLOAT32) -> jax.Array:
+    def by_weight(
+        self, a: Any, b: Any, bias: jax.Array | None, out_dtype: Any, sharding: Any, sums: SumOverDevices = IN_FLOAT32
+    ) -> jax.Array:
         """a, quantised rowwise, times b, quantised along the same axis. `sums`: see `SumOverDevices`."""
         return self._multiply(a, b, bias, out_dtype, sharding, sums)
 
-    def wgrad(self, x, dy, out_dtype, sharding, total=None, sums=IN_FLOAT32) -> jax.Array:
+    def wgrad(
+        self,
+        x: Any,
+        dy: Any,
+        out_dtype: Any,
+        sharding: Any,
+        total: jax.Array | None = None,
+        sums: SumOverDevices = IN_FLOAT32,
+    ) -> jax.Array:
         """x transposed times dy, both quantised columnwise; plus `total`, in the GEMM."""
         return self._multiply(x.mT, dy.mT, None, out_dtype, sharding, sums, accumulate=total)
 
-    def _multiply(self, a, b, bias, out_dtype, sharding, sums, accumulate=None) -> Any:
+    def _multiply(
+        self,
+        a: Any,
+        b: Any,
+        bias: jax.Array | None,
+        out_dtype: Any,
+        sharding: Any,
+        sums: SumOverDevices,
+        accumulate: jax.Array | None = None,
+    ) -> Any:
         options: Any = {"out_sharding": sharding, "precision": self.precision, "sums": sums}
         options["preferred_element_type"] = out_dtype
         return scaled_matmul_of_rows(a, b, bias, rows_split=self.split, accumulate=accumulate, **options)
 
-    def plain_by_weight(self, x, w, out_dtype, sharding) -> jax.Array:
+    def plain_by_weight(self, x: Any, w: jax.Array, out_dtype: Any, sharding: Any) -> jax.Array:
         """x times w in high precision, accumulated in float32."""
         return residuals.plain_matmul(x, w, out_dtype, sharding, self.precision)
 
-    def plain_wgrad(self, x, dy, out_dtype, sharding) -> jax.Array:
+    def plain_wgrad(self, x: Any, dy: Any, out_dtype: Any, sharding: Any) -> jax.Array:
         """x transposed times dy, likewise; x may be quantised."""
         x = residuals.decoded(x, dy.dtype)
         return residuals.plain_wgrad(x, dy, self.split, out_dtype, sharding, self.precision)
@@ -106,7 +135,16 @@ class RowsInGroups:
     precision: Any
 
     def both_ways(
-        self, x, row, column, *, words=None, amax=None, encode=None, sign_key=None, row_sign_key=None
+        self,
+        x: Any,
+        row: Role | None,
+        column: Role | None,
+        *,
+        words: jax.Array | None = None,
+        amax: Any = None,
+        encode: jax.Array | None = None,
+        sign_key: jax.Array | None = None,
+        row_sign_key: jax.Array | None = None,
     ) -> tuple[Any, Any]:
         """See `operands.groups_both_ways`."""
         del sign_key, row_sign_key  # groups have no drawn signs
@@ -120,21 +158,31 @@ class RowsInGroups:
         """See `AllRows.amax`: [..., E]."""
         return group_amaxes(x, self.sizes, True, None)[0]
 
-    def by_weight(self, a, b, bias, out_dtype, sharding, sums=IN_FLOAT32) -> jax.Array:
+    def by_weight(
+        self, a: Any, b: Any, bias: jax.Array | None, out_dtype: Any, sharding: Any, sums: SumOverDevices = IN_FLOAT32
+    ) -> jax.Array:
         """See `AllRows.by_weight`; sums of groups are in float32."""
         del sums
         return resharded(multiply_groups(a, b, bias, out_dtype, precision=self.precision), sharding)
 
-    def wgrad(self, x, dy, out_dtype, sharding, total=None, sums=IN_FLOAT32) -> jax.Array:
+    def wgrad(
+        self,
+        x: Any,
+        dy: Any,
+        out_dtype: Any,
+        sharding: Any,
+        total: jax.Array | None = None,
+        sums: SumOverDevices = IN_FLOAT32,
+    ) -> jax.Array:
         """See `AllRows.wgrad`: [..., E, K, N]. No mesh splits the rows of groups."""
         del sums
         return resharded(multiply_within_groups(x, dy, out_dtype, precision=self.precision, accumulate=total), sharding)
 
-    def plain_by_weight(self, x, w, out_dtype, sharding) -> jax.Array:
+    def plain_by_weight(self, x: Any, w: jax.Array, out_dtype: Any, sharding: Any) -> jax.Array:
         """See `AllRows.plain_by_weight`."""
         return resharded(plain.plain_rows(x, w, self.sizes, out_dtype, self.precision), sharding)
 
-    def plain_wgrad(self, x, dy, out_dtype, sharding) -> jax.Array:
+    def plain_wgrad(self, x: Any, dy: Any, out_dtype: Any, sharding: Any) -> jax.Array:
         """See `AllRows.plain_wgrad`: [..., E, K, N]."""
         x = dequantize_groups(x, dy.dtype) if isinstance(x, GroupedQuantizedArray) else x.astype(dy.dtype)
         return resharded(plain.plain_wgrad(x, dy, self.sizes, out_dtype, self.precision), sharding)
@@ -144,13 +192,13 @@ class RowsInGroups:
         return y if bias is None else y + bias_of_rows(bias.astype(jnp.float32), self.sizes, y.shape[-2])
 
     def bias_gradient(
-        self, dy: jax.Array, marker: jax.Array | None, sharding: Any, row_sums: None = None
+        self, dy: jax.Array, marker: jax.Array | None, sharding: Any, row_sums: jax.Array | None = None
     ) -> jax.Array | None:
         """The sum over each group's rows in float32, [..., E, N]. It is never known before."""
         if marker is None:
             return None
 
-        def one_batch(dy, sizes):
+        def one_batch(dy: jax.Array, sizes: jax.Array) -> jax.Array:
             group = Groups.of(sizes, dy.shape[0]).of_rows()
             return jax.ops.segment_sum(dy.astype(jnp.float32), group, sizes.shape[0] + 1)[: sizes.shape[0]]
 
@@ -160,7 +208,7 @@ class RowsInGroups:
 def dequantize_groups(x: GroupedQuantizedArray, dtype: Any) -> jax.Array:
     """A rowwise array [..., T, C] decoded to `dtype`; rows outside the groups are zeros."""
 
-    def one_batch(data, sizes, scale, amax):
+    def one_batch(data: jax.Array, sizes: jax.Array, scale: jax.Array, amax: jax.Array | None) -> jax.Array:
         group = jnp.minimum(Groups.of(sizes, x.rows).of_rows(), sizes.shape[0] - 1)
         scales = scale[group] if x.format.scaling == "tensor" else scale[:, None]
         amaxes = amax if amax is None or x.format.row_scaled else amax[group]
