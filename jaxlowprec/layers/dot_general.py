@@ -19,7 +19,7 @@ from jaxlowprec.arrays.quantized_array import QuantizedArray
 from jaxlowprec.layers.delayed_scaling import State
 from jaxlowprec.layers.layer_call import LayerCall, layer_call
 from jaxlowprec.layers.low_rank import Adapter, LoRAKernel, add_product, check_adapter, is_quantized
-from jaxlowprec.layers.options import DotGeneralOptions, EinsumOptions
+from jaxlowprec.layers.options import DotGeneralOptions, DotOptions, EinsumOptions, LayerSettings
 from jaxlowprec.layers.product import QuantizedKernel
 from jaxlowprec.layers.residuals import in_profiles, tag_product
 from jaxlowprec.layers.subscripts import KernelAxes, contracted_names, kernel_axes, parse, reduce_alone
@@ -44,8 +44,8 @@ def dot_general(
     lhs: Float[Array, "..."],
     rhs: Float[Array, "..."] | QuantizedArray | LoRAKernel | None,
     dimension_numbers: DimensionNumbers,
-    precision: Any = None,
-    preferred_element_type: Any = None,
+    precision: jax.lax.PrecisionLike = None,
+    preferred_element_type: jax.typing.DTypeLike | None = None,
     *,
     state: None = None,
     **options: Unpack[DotGeneralOptions],
@@ -57,8 +57,8 @@ def dot_general(
     lhs: Float[Array, "..."],
     rhs: Float[Array, "..."] | QuantizedArray | LoRAKernel | None,
     dimension_numbers: DimensionNumbers,
-    precision: Any = None,
-    preferred_element_type: Any = None,
+    precision: jax.lax.PrecisionLike = None,
+    preferred_element_type: jax.typing.DTypeLike | None = None,
     *,
     state: State,
     **options: Unpack[DotGeneralOptions],
@@ -69,8 +69,8 @@ def dot_general(
     lhs: Float[Array, "..."],
     rhs: Float[Array, "..."] | QuantizedArray | LoRAKernel | None,
     dimension_numbers: DimensionNumbers,
-    precision: Any = None,
-    preferred_element_type: Any = None,
+    precision: jax.lax.PrecisionLike = None,
+    preferred_element_type: jax.typing.DTypeLike | None = None,
     *,
     out_sharding: Any = None,
     recipe: Recipe | None = FROM_CONTEXT,
@@ -106,12 +106,16 @@ def dot_general(
     (4, 8, 16)
     """
     who = "dot_general"
-    options = {"precision": precision, "preferred_element_type": preferred_element_type, "out_sharding": out_sharding}
+    options: DotOptions = {
+        "precision": precision,
+        "preferred_element_type": preferred_element_type,
+        "out_sharding": out_sharding,
+    }
     _check_options(who, preferred_element_type, out_sharding)
-    settings: Any = {"recipe": recipe, "key": key, "name": name, "state": state, "precision": precision}
+    settings: LayerSettings = {"recipe": recipe, "key": key, "name": name, "state": state, "precision": precision}
     if isinstance(rhs, LoRAKernel):
-        settings |= {"quantized_kernel": quantized_kernel} | options
-        y: Any = dot_general(lhs, rhs.kernel, dimension_numbers, **settings)
+        again: Any = {**settings, **options, "quantized_kernel": quantized_kernel}
+        y: Any = dot_general(lhs, rhs.kernel, dimension_numbers, **again)
         out_state: Any
         y, out_state = (y, None) if state is None else y
         y = add_product(y, *_adapted(who, lhs, rhs, dimension_numbers), name)
@@ -146,7 +150,7 @@ def _adapted(who: str, lhs: jax.Array, rhs: LoRAKernel, given: DimensionNumbers)
     return x, adapter
 
 
-def _check_options(who: str, preferred_element_type: Any, out_sharding: Any) -> None:
+def _check_options(who: str, preferred_element_type: jax.typing.DTypeLike | None, out_sharding: Any) -> None:
     """Raises for options that JAX would refuse, too; without a recipe JAX also accepts dtypes other than floats."""
     a_sharding(who, "out_sharding", out_sharding)
     if preferred_element_type is not None:
@@ -154,7 +158,7 @@ def _check_options(who: str, preferred_element_type: Any, out_sharding: Any) -> 
 
 
 def _dot_general(
-    call: LayerCall, lhs: jax.Array, rhs: jax.Array | None, given: DimensionNumbers, options: dict[str, Any]
+    call: LayerCall, lhs: jax.Array, rhs: jax.Array | None, given: DimensionNumbers, options: DotOptions
 ) -> tuple[jax.Array, State | None]:
     """The product, and the state of delayed scaling if there is one."""
     who, quantized_kernel = call.who, call.quantized
@@ -275,8 +279,8 @@ def einsum(
 def einsum(
     subscripts: str,
     *operands: Float[Array, "..."] | QuantizedArray | LoRAKernel,
-    precision: Any = None,
-    preferred_element_type: Any = None,
+    precision: jax.lax.PrecisionLike = None,
+    preferred_element_type: jax.typing.DTypeLike | None = None,
     out_sharding: Any = None,
     recipe: Recipe | None = FROM_CONTEXT,
     key: jax.Array | None = None,
@@ -303,9 +307,13 @@ def einsum(
     (2, 8, 4, 16)
     """
     who = "einsum"
-    options = {"precision": precision, "preferred_element_type": preferred_element_type, "out_sharding": out_sharding}
+    options: DotOptions = {
+        "precision": precision,
+        "preferred_element_type": preferred_element_type,
+        "out_sharding": out_sharding,
+    }
     _check_options(who, preferred_element_type, out_sharding)
-    settings: Any = {"recipe": recipe, "key": key, "name": name, "state": state, "precision": precision}
+    settings: LayerSettings = {"recipe": recipe, "key": key, "name": name, "state": state, "precision": precision}
     return _einsum_call(subscripts, operands, None, options, settings)
 
 
@@ -315,9 +323,9 @@ def einsum_of_layer(
     kernel: Any,
     kernel_shape: Sequence[int],
     *,
-    preferred_element_type: Any = None,
+    preferred_element_type: jax.typing.DTypeLike | None = None,
     out_sharding: Any = None,
-    precision: Any = None,
+    precision: jax.lax.PrecisionLike = None,
     **settings: Any,
 ) -> Any:
     """`einsum` of a layer that knows the shape of its kernel: one that is quantised stands for that kernel's matrices.
@@ -327,24 +335,28 @@ def einsum_of_layer(
     Arguments:
         kernel_shape: that of the kernel as an array.
     """
-    options = {"precision": precision, "preferred_element_type": preferred_element_type, "out_sharding": out_sharding}
+    options: DotOptions = {
+        "precision": precision,
+        "preferred_element_type": preferred_element_type,
+        "out_sharding": out_sharding,
+    }
     _check_options("einsum", preferred_element_type, out_sharding)
-    settings |= {"precision": precision}
-    return _einsum_call(subscripts, (x, kernel), tuple(kernel_shape), options, settings)
+    of_call: Any = settings | {"precision": precision}
+    return _einsum_call(subscripts, (x, kernel), tuple(kernel_shape), options, of_call)
 
 
 def _einsum_call(
-    subscripts: str, operands: tuple[Any, ...], shape: Any, options: dict[str, Any], settings: dict[str, Any]
+    subscripts: str, operands: tuple[Any, ...], shape: Any, options: DotOptions, settings: LayerSettings
 ) -> Any:
     """The einsum, and the state for the layer's next call if there is one.
 
     Arguments:
         shape: that of a layer's kernel, or None.
     """
-    who, state = "einsum", settings.get("state")
+    who, state = "einsum", settings["state"]
     if len(operands) == 2 and isinstance(operands[1], LoRAKernel):
         x, kernel = operands
-        without = options | {"out_sharding": None}
+        without: DotOptions = {**options, "out_sharding": None}
         y = _einsum_call(subscripts, (x, kernel.kernel), shape, without, settings)
         y, out_state = (y, None) if state is None else y
         y = resharded(add_adapter(y, subscripts, x, kernel, shape, settings["name"]), options["out_sharding"])
@@ -371,7 +383,7 @@ def _einsum_call(
 
 
 def _einsum(
-    call: LayerCall, subscripts: str, operands: tuple[Any, ...], options: dict[str, Any]
+    call: LayerCall, subscripts: str, operands: tuple[Any, ...], options: DotOptions
 ) -> tuple[jax.Array, State | None]:
     """The product, and the state of delayed scaling if there is one."""
     who, state = call.who, call.state
@@ -449,7 +461,7 @@ def add_adapter(
 
 
 def _einsum_of_loaded(
-    call: LayerCall, subscripts: str, operands: tuple[Any, ...], shape: Any, options: dict[str, Any]
+    call: LayerCall, subscripts: str, operands: tuple[Any, ...], shape: Any, options: DotOptions
 ) -> tuple[jax.Array, State | None]:
     """The product with a weight that is quantised along its second last axis, and the unchanged state."""
     who, (x, q) = call.who, operands

@@ -87,7 +87,7 @@ def mlp(
     names: Sequence[str] | None = None,
     states: Sequence[delayed_scaling.State | None] | None = None,
     out_sharding: NamedSharding | PartitionSpec | None = None,
-    precision: Any = None,
+    precision: jax.lax.PrecisionLike = None,
 ) -> Float[Array, "*T N"] | tuple[Float[Array, "*T N"], tuple[delayed_scaling.State | None, ...]]:
     """`linear(activation(linear(x, gate), linear(x, up)), down)`, which keeps little for its backward pass.
 

@@ -24,7 +24,7 @@ from jaxlowprec.layers import delayed_scaling, weight_only
 from jaxlowprec.layers.layer_call import LayerCall, PreparedProduct, layer_call, randomness_of
 from jaxlowprec.layers.linear import features_of
 from jaxlowprec.layers.measured import measured_weight
-from jaxlowprec.layers.options import GroupedMatmulOptions
+from jaxlowprec.layers.options import GroupedMatmulOptions, LayerSettings
 from jaxlowprec.layers.product import GemmOperands, GemmSpec, QuantizedKernel
 from jaxlowprec.layers.quantized_matmul import quantized_matmuls
 from jaxlowprec.layers.residuals import (
@@ -88,8 +88,8 @@ def grouped_matmul(
     quantized_kernel: QuantizedKernel | None = None,
     name: str = "",
     state: delayed_scaling.State | None = None,
-    preferred_element_type: Any = None,
-    precision: Any = None,
+    preferred_element_type: jax.typing.DTypeLike | None = None,
+    precision: jax.lax.PrecisionLike = None,
 ) -> Float[Array, "T N"] | tuple[Float[Array, "T N"], delayed_scaling.State]:
     """Each group of rows times its own kernel; operands of the three GEMMs are quantised as the recipe says.
 
@@ -137,7 +137,7 @@ def grouped_matmul(
     who = "grouped_matmul"
     x = float_array(who, "lhs", lhs)
     sizes = checked_sizes(who, group_sizes, x)
-    settings = {"recipe": recipe, "key": key, "name": name, "state": state, "precision": precision}
+    settings: LayerSettings = {"recipe": recipe, "key": key, "name": name, "state": state, "precision": precision}
     weights, bias, call = checked_groups(who, x, sizes, rhs, bias, quantized_kernel, settings, names=("lhs", "rhs"))
     wanted = x.dtype if preferred_element_type is None else preferred_element_type
     dtype = float_dtype(who, "preferred_element_type", wanted)
@@ -152,7 +152,7 @@ def checked_groups(
     kernels: Any,
     bias: Any,
     quantized: Any,
-    settings: dict[str, Any],
+    settings: LayerSettings,
     *,
     names: tuple[str, str] = ("x", "kernels"),
 ) -> tuple[jax.Array | None, jax.Array | None, LayerCall]:
@@ -248,8 +248,8 @@ def ragged_dot(
     lhs: Float[Array, "T K"],
     rhs: Float[Array, "E K N"] | QuantizedArray,
     group_sizes: Int[Array, "E"],
-    precision: Any = None,
-    preferred_element_type: Any = None,
+    precision: jax.lax.PrecisionLike = None,
+    preferred_element_type: jax.typing.DTypeLike | None = None,
     group_offset: Any = None,
     out_sharding: Any = None,
 ) -> Float[Array, "T N"]:
@@ -360,9 +360,9 @@ class WeightOnlyGroupsSpec:
     """
 
     served: WeightServing
-    out_dtype: Any
+    out_dtype: jax.typing.DTypeLike
     shardings: tuple[Any, Any, Any]
-    precision: Any
+    precision: jax.lax.PrecisionLike
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -70,8 +70,8 @@ def grouped_mlp(
     quantized_kernels: Sequence[QuantizedKernel | None] | None = None,
     names: Sequence[str] | None = None,
     states: Sequence[delayed_scaling.State | None] | None = None,
-    preferred_element_type: Any = None,
-    precision: Any = None,
+    preferred_element_type: jax.typing.DTypeLike | None = None,
+    precision: jax.lax.PrecisionLike = None,
 ) -> Float[Array, "T N"] | tuple[Float[Array, "T N"], tuple[delayed_scaling.State | None, ...]]:
     """`mlp` of rows in groups, each group by kernels of its own: the experts of a mixture.
 
@@ -129,7 +129,7 @@ def grouped_mlp_of(
     *,
     activation: Activation,
     saved: Saved,
-    out_dtype: Any,
+    out_dtype: jax.typing.DTypeLike,
 ) -> tuple[jax.Array, tuple[Any, ...]]:
     """The MLP of these layers, down's last, and their states for the next call."""
     sizes = checked_sizes(who, group_sizes, x)
@@ -163,7 +163,12 @@ def _is_quantized(checked: Sequence[_Checked]) -> bool:
 
 
 def _prepared(
-    x: jax.Array, checked: Sequence[_Checked], sizes: jax.Array, activation: Any, saved: Any, out_dtype: Any
+    x: jax.Array,
+    checked: Sequence[_Checked],
+    sizes: jax.Array,
+    activation: Any,
+    saved: Any,
+    out_dtype: jax.typing.DTypeLike,
 ) -> tuple[MlpSpec, list[PreparedProduct]]:
     """The spec of the MLP, and its products."""
     *hidden, (down, down_bias, down_call) = checked

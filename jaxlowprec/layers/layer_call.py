@@ -77,7 +77,7 @@ class LayerCall:
     key: jax.Array | None
     quantized: QuantizedKernel | None
     state: delayed_scaling.State | None
-    precision: Any
+    precision: jax.lax.PrecisionLike
     total: Total | None = None
     kind: str = "linear"
     layouts: tuple[Callable[[jax.Array], jax.Array], ...] = ()
@@ -128,7 +128,7 @@ class LayerCall:
         x: Float[Array, "*B T K"],
         w: Float[Array, "*B K N"] | None,
         bias: Float[Array, "N"] | None,
-        out_dtype: Any,
+        out_dtype: jax.typing.DTypeLike,
         out_sharding: Any = None,
         rows_split: bool = False,
     ) -> tuple[Float[Array, "*B T N"], delayed_scaling.State | None]:
@@ -279,7 +279,7 @@ def layer_call(
     key: Any,
     name: Any,
     state: Any,
-    precision: Any,
+    precision: jax.lax.PrecisionLike,
     kind: str = "linear",
 ) -> tuple[jax.Array | None, LayerCall]:
     """The kernel in high precision, if one was given, and the call. A loaded kernel becomes the call's `quantized`.

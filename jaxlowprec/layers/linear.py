@@ -16,7 +16,7 @@ from jaxlowprec.arrays.quantized_array import QuantizedArray
 from jaxlowprec.layers import delayed_scaling, weight_only
 from jaxlowprec.layers.layer_call import LayerCall, layer_call, quantized_weight
 from jaxlowprec.layers.low_rank import LoRAKernel, add_product, check_adapter
-from jaxlowprec.layers.options import LinearOptions
+from jaxlowprec.layers.options import LayerSettings, LinearOptions
 from jaxlowprec.layers.product import QuantizedKernel
 from jaxlowprec.layers.residuals import in_profiles, tag_product
 from jaxlowprec.layers.watched import watched
@@ -157,7 +157,7 @@ def linear(
     name: str = "",
     state: delayed_scaling.State | None = None,
     out_sharding: NamedSharding | PartitionSpec | None = None,
-    precision: Any = None,
+    precision: jax.lax.PrecisionLike = None,
 ) -> Float[Array, "*T N"] | tuple[Float[Array, "*T N"], delayed_scaling.State]:
     """`x @ kernel + bias`, with the operands of its three GEMMs quantised as the recipe says.
 
@@ -200,11 +200,11 @@ def linear(
     """
     who = "linear"
     a_sharding(who, "out_sharding", out_sharding)
-    settings: Any = {"recipe": recipe, "key": key, "name": name, "state": state, "precision": precision}
+    settings: LayerSettings = {"recipe": recipe, "key": key, "name": name, "state": state, "precision": precision}
     if isinstance(kernel, LoRAKernel):
         check_adapter(who, kernel)
-        options = settings | {"quantized_kernel": quantized_kernel, "out_sharding": out_sharding}
-        y: Any = linear(x, kernel.kernel, bias, **options)
+        again: Any = {**settings, "quantized_kernel": quantized_kernel, "out_sharding": out_sharding}
+        y: Any = linear(x, kernel.kernel, bias, **again)
         out_state: Any
         y, out_state = (y, None) if state is None else y
         y = add_product(y, jnp.atleast_2d(x), kernel.adapter, name)
@@ -218,7 +218,7 @@ def linear(
 
 
 def checked_call(
-    who: str, x: jax.Array, kernel: Any, bias: Any, quantized_kernel: Any, settings: dict[str, Any]
+    who: str, x: jax.Array, kernel: Any, bias: Any, quantized_kernel: Any, settings: LayerSettings
 ) -> tuple[jax.Array | None, jax.Array | None, LayerCall]:
     """The kernel in high precision and the bias of a linear layer, if it has them, and its call.
 

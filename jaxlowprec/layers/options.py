@@ -9,6 +9,7 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 if TYPE_CHECKING:
+    from jaxlowprec.layers.delayed_scaling import State
     from jaxlowprec.layers.fused_mlp_product import Activation, Saved
     from jaxlowprec.layers.product import QuantizedKernel
     from jaxlowprec.recipes.roles import Recipe
@@ -18,7 +19,25 @@ ShardingLike = NamedSharding | PartitionSpec | None
 
 class _Options(TypedDict, total=False):
     key: jax.Array | None
-    precision: Any
+    precision: jax.lax.PrecisionLike
+
+
+class LayerSettings(TypedDict):
+    """The arguments that every product under a recipe has; those of `layer_call`."""
+
+    recipe: Recipe | None
+    key: jax.Array | None
+    name: str
+    state: State | None
+    precision: jax.lax.PrecisionLike
+
+
+class DotOptions(TypedDict):
+    """The options of `jax.lax.dot_general` and `jax.numpy.einsum`."""
+
+    precision: jax.lax.PrecisionLike
+    preferred_element_type: jax.typing.DTypeLike | None
+    out_sharding: Any
 
 
 class LinearOptions(_Options, total=False):
@@ -34,7 +53,7 @@ class GroupedMatmulOptions(_Options, total=False):
 
     quantized_kernel: QuantizedKernel | None
     name: str
-    preferred_element_type: Any
+    preferred_element_type: jax.typing.DTypeLike | None
 
 
 class DotGeneralOptions(TypedDict, total=False):
@@ -50,7 +69,7 @@ class DotGeneralOptions(TypedDict, total=False):
 class EinsumOptions(_Options, total=False):
     """Options of `einsum`."""
 
-    preferred_element_type: Any
+    preferred_element_type: jax.typing.DTypeLike | None
     out_sharding: Any
     recipe: Recipe | None
     name: str
@@ -78,4 +97,4 @@ class GroupedMlpOptions(_Options, total=False):
     saved: Saved
     quantized_kernels: Sequence[QuantizedKernel | None] | None
     names: Sequence[str] | None
-    preferred_element_type: Any
+    preferred_element_type: jax.typing.DTypeLike | None

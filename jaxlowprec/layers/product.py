@@ -88,11 +88,11 @@ class GemmSpec(Gemms):
 
     sums: Sums
     delayed: Any
-    out_dtype: Any
+    out_dtype: jax.typing.DTypeLike
     shardings: tuple[Any, Any, Any]
     out_sharding: Any
     rows_split: bool
-    precision: Any = None
+    precision: jax.lax.PrecisionLike = None
 
     def sum_over_devices(self, gemm: str, source: Randomness | None, operand: Any) -> SumOverDevices:
         """The sum over devices of a GEMM's partial results, see `sum_over_devices`. `operand`: its first one."""
@@ -388,7 +388,7 @@ def backward(
             dx = rows.plain_by_weight(dy, jnp.swapaxes(decoded(w, dy.dtype), -1, -2), dx_dtype, x_sharding)
     dw = None
     with in_profiles("wgrad"):
-        dtype = None if w_marker is None else w_marker.dtype if total is None else jnp.float32
+        dtype: Any = None if w_marker is None else w_marker.dtype if total is None else jnp.float32
         if w_marker is not None and spec.wgrad:
             dw = rows.wgrad(x, dy_column, dtype, w_sharding, total, spec.sum_over_devices("wgrad", of_sums, dy_column))
         elif w_marker is not None:

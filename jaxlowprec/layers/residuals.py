@@ -97,7 +97,11 @@ def dtype_marker(x: jax.Array | None) -> jax.Array | None:
 
 
 def plain_matmul(
-    a: jax.Array, b: jax.Array, out_dtype: Any, out_sharding: Any = None, precision: Any = None
+    a: jax.Array,
+    b: jax.Array,
+    out_dtype: jax.typing.DTypeLike,
+    out_sharding: Any = None,
+    precision: jax.lax.PrecisionLike = None,
 ) -> jax.Array:
     """a [..., M, K] @ b [..., K, N] in high precision, accumulated in float32."""
     dtype = wider_dtype(a.dtype, b.dtype)
@@ -106,7 +110,12 @@ def plain_matmul(
 
 
 def plain_wgrad(
-    x: jax.Array, dy: jax.Array, rows_split: bool, out_dtype: Any, out_sharding: Any = None, precision: Any = None
+    x: jax.Array,
+    dy: jax.Array,
+    rows_split: bool,
+    out_dtype: jax.typing.DTypeLike,
+    out_sharding: Any = None,
+    precision: jax.lax.PrecisionLike = None,
 ) -> jax.Array:
     """x [..., T, K] transposed @ dy [..., T, N], as `plain_matmul`; `rows_split`: also sums over the axis before T."""
     dtype = wider_dtype(x.dtype, dy.dtype)

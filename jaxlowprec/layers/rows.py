@@ -42,7 +42,7 @@ class AllRows:
     """
 
     split: bool
-    precision: Any
+    precision: jax.lax.PrecisionLike
 
     def both_ways(
         self,
@@ -69,7 +69,13 @@ class AllRows:
         return tensor_amax(x, True, None, rows_split=self.split)[0]
 
     def by_weight(
-        self, a: Any, b: Any, bias: jax.Array | None, out_dtype: Any, sharding: Any, sums: SumOverDevices = IN_FLOAT32
+        self,
+        a: Any,
+        b: Any,
+        bias: jax.Array | None,
+        out_dtype: jax.typing.DTypeLike,
+        sharding: Any,
+        sums: SumOverDevices = IN_FLOAT32,
     ) -> jax.Array:
         """a, quantised rowwise, times b, quantised along the same axis. `sums`: see `SumOverDevices`."""
         return self._multiply(a, b, bias, out_dtype, sharding, sums)
@@ -78,7 +84,7 @@ class AllRows:
         self,
         x: Any,
         dy: Any,
-        out_dtype: Any,
+        out_dtype: jax.typing.DTypeLike,
         sharding: Any,
         total: jax.Array | None = None,
         sums: SumOverDevices = IN_FLOAT32,
@@ -91,7 +97,7 @@ class AllRows:
         a: Any,
         b: Any,
         bias: jax.Array | None,
-        out_dtype: Any,
+        out_dtype: jax.typing.DTypeLike,
         sharding: Any,
         sums: SumOverDevices,
         accumulate: jax.Array | None = None,
@@ -100,11 +106,11 @@ class AllRows:
         options["preferred_element_type"] = out_dtype
         return scaled_matmul_of_rows(a, b, bias, rows_split=self.split, accumulate=accumulate, **options)
 
-    def plain_by_weight(self, x: Any, w: jax.Array, out_dtype: Any, sharding: Any) -> jax.Array:
+    def plain_by_weight(self, x: Any, w: jax.Array, out_dtype: jax.typing.DTypeLike, sharding: Any) -> jax.Array:
         """x times w in high precision, accumulated in float32."""
         return residuals.plain_matmul(x, w, out_dtype, sharding, self.precision)
 
-    def plain_wgrad(self, x: Any, dy: Any, out_dtype: Any, sharding: Any) -> jax.Array:
+    def plain_wgrad(self, x: Any, dy: Any, out_dtype: jax.typing.DTypeLike, sharding: Any) -> jax.Array:
         """x transposed times dy, likewise; x may be quantised."""
         x = residuals.decoded(x, dy.dtype)
         return residuals.plain_wgrad(x, dy, self.split, out_dtype, sharding, self.precision)
@@ -132,7 +138,7 @@ class RowsInGroups:
     """
 
     sizes: jax.Array
-    precision: Any
+    precision: jax.lax.PrecisionLike
 
     def both_ways(
         self,
@@ -159,7 +165,13 @@ class RowsInGroups:
         return group_amaxes(x, self.sizes, True, None)[0]
 
     def by_weight(
-        self, a: Any, b: Any, bias: jax.Array | None, out_dtype: Any, sharding: Any, sums: SumOverDevices = IN_FLOAT32
+        self,
+        a: Any,
+        b: Any,
+        bias: jax.Array | None,
+        out_dtype: jax.typing.DTypeLike,
+        sharding: Any,
+        sums: SumOverDevices = IN_FLOAT32,
     ) -> jax.Array:
         """See `AllRows.by_weight`; sums of groups are in float32."""
         del sums
@@ -169,7 +181,7 @@ class RowsInGroups:
         self,
         x: Any,
         dy: Any,
-        out_dtype: Any,
+        out_dtype: jax.typing.DTypeLike,
         sharding: Any,
         total: jax.Array | None = None,
         sums: SumOverDevices = IN_FLOAT32,
@@ -178,11 +190,11 @@ class RowsInGroups:
         del sums
         return resharded(multiply_within_groups(x, dy, out_dtype, precision=self.precision, accumulate=total), sharding)
 
-    def plain_by_weight(self, x: Any, w: jax.Array, out_dtype: Any, sharding: Any) -> jax.Array:
+    def plain_by_weight(self, x: Any, w: jax.Array, out_dtype: jax.typing.DTypeLike, sharding: Any) -> jax.Array:
         """See `AllRows.plain_by_weight`."""
         return resharded(plain.plain_rows(x, w, self.sizes, out_dtype, self.precision), sharding)
 
-    def plain_wgrad(self, x: Any, dy: Any, out_dtype: Any, sharding: Any) -> jax.Array:
+    def plain_wgrad(self, x: Any, dy: Any, out_dtype: jax.typing.DTypeLike, sharding: Any) -> jax.Array:
         """See `AllRows.plain_wgrad`: [..., E, K, N]."""
         x = dequantize_groups(x, dy.dtype) if isinstance(x, GroupedQuantizedArray) else x.astype(dy.dtype)
         return resharded(plain.plain_wgrad(x, dy, self.sizes, out_dtype, self.precision), sharding)

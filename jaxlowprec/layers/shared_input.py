@@ -17,7 +17,7 @@ from jaxlowprec.layers import delayed_scaling, weight_only
 from jaxlowprec.layers.layer_call import LayerCall, must_merge
 from jaxlowprec.layers.linear import checked_call, linear
 from jaxlowprec.layers.low_rank import LoRAKernel
-from jaxlowprec.layers.options import LinearsOptions
+from jaxlowprec.layers.options import LayerSettings, LinearsOptions
 from jaxlowprec.layers.producers import NormedInput
 from jaxlowprec.layers.product import QuantizedKernel
 from jaxlowprec.layers.quantized_matmul import quantized_matmuls
@@ -42,18 +42,23 @@ class Layer(NamedTuple):
     key: jax.Array | None
     name: str
     state: delayed_scaling.State | None
-    precision: Any
+    precision: jax.lax.PrecisionLike
 
     @property
-    def settings(self) -> dict[str, Any]:
+    def settings(self) -> LayerSettings:
         """Keyword arguments of `layer_call`."""
-        names = ("recipe", "key", "name", "state", "precision")
-        return {name: getattr(self, name) for name in names}
+        return {
+            "recipe": self.recipe,
+            "key": self.key,
+            "name": self.name,
+            "state": self.state,
+            "precision": self.precision,
+        }
 
     def alone(self, x: Any, out_sharding: Any = None) -> tuple[jax.Array, Any]:
         """The layer's own product, and its state for the next call, or None."""
-        options = {"quantized_kernel": self.quantized_kernel, "out_sharding": out_sharding}
-        y = linear(x, self.kernel, self.bias, **self.settings, **options)
+        options: Any = {**self.settings, "quantized_kernel": self.quantized_kernel, "out_sharding": out_sharding}
+        y = linear(x, self.kernel, self.bias, **options)
         return (y, None) if self.state is None else y
 
     def checked(self, who: str, x: jax.Array) -> tuple[Any, Any, LayerCall]:
@@ -96,7 +101,7 @@ def linears(
     names: Sequence[str] | None = None,
     states: Sequence[delayed_scaling.State | None] | None = None,
     out_sharding: NamedSharding | PartitionSpec | None = None,
-    precision: Any = None,
+    precision: jax.lax.PrecisionLike = None,
 ) -> (
     tuple[Float[Array, "*T N"], ...] | tuple[tuple[Float[Array, "*T N"], ...], tuple[delayed_scaling.State | None, ...]]
 ):
@@ -198,7 +203,12 @@ def _shared(
 
 
 def layers_of(
-    who: str, kernels: Any, recipe: Any, key: jax.Array | None, precision: Any, of_each: dict[str, Any]
+    who: str,
+    kernels: Any,
+    recipe: Any,
+    key: jax.Array | None,
+    precision: jax.lax.PrecisionLike,
+    of_each: dict[str, Any],
 ) -> list[Layer]:
     """The arguments of each layer. `of_each`: lists with an element for each, or None.
 

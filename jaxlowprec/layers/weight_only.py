@@ -80,11 +80,11 @@ class _WeightOnlySpec:
     """
 
     served: WeightServing
-    out_dtype: Any
+    out_dtype: jax.typing.DTypeLike
     shardings: tuple[Any, Any, Any]
     out_sharding: Any
     rows_split: bool
-    precision: Any
+    precision: jax.lax.PrecisionLike
 
 
 def matmul(
@@ -94,7 +94,7 @@ def matmul(
     q: QuantizedArray | None,
     served: WeightServing,
     result: tuple[Any, Any, bool],
-    precision: Any,
+    precision: jax.lax.PrecisionLike,
     *,
     probe: Probe | None = None,
 ) -> Float[Array, "*B T N"]:
@@ -111,9 +111,9 @@ def matmul(
 def matmuls(
     x: Float[Array, "*B T K"],
     loaded: Sequence[tuple[QuantizedArray, Float[Array, "N"] | None]],
-    out_dtype: Any,
+    out_dtype: jax.typing.DTypeLike,
     rows_split: bool,
-    precision: Any,
+    precision: jax.lax.PrecisionLike,
 ) -> tuple[Float[Array, "*B T N"], ...]:
     """`matmul` of x by several loaded weights [K, N], each with its bias or None: the same bytes and gradients.
 

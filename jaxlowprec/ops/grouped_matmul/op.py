@@ -38,7 +38,7 @@ class GroupedMatmulSpec:
     ragged_columns: bool
     ragged_depth: bool
     bias: bool
-    out_dtype: Any
+    out_dtype: jax.typing.DTypeLike
     float32_sums: bool = False
     accumulate: bool = False
 

@@ -21,13 +21,25 @@ from jaxlowprec.ops.grouped_matmul.quantize_op import over_batches
 from jaxlowprec.ops.grouped_matmul.reference import CHUNK, by_chunks, chunk_of
 
 
-def plain_rows(x: jax.Array, w: jax.Array, sizes: jax.Array, out_dtype: Any, precision: Any = None) -> jax.Array:
+def plain_rows(
+    x: jax.Array,
+    w: jax.Array,
+    sizes: jax.Array,
+    out_dtype: jax.typing.DTypeLike,
+    precision: jax.lax.PrecisionLike = None,
+) -> jax.Array:
     """x [..., T, K], w [..., E, K, N], sizes int32 [..., E] -> [..., T, N]; rows in no group give zeros."""
     dtype = wider_dtype(x.dtype, w.dtype)
     return _rows_op(jnp.dtype(out_dtype), precision)(x.astype(dtype), w.astype(dtype), sizes)[0]
 
 
-def plain_wgrad(x: jax.Array, dy: jax.Array, sizes: jax.Array, out_dtype: Any, precision: Any = None) -> jax.Array:
+def plain_wgrad(
+    x: jax.Array,
+    dy: jax.Array,
+    sizes: jax.Array,
+    out_dtype: jax.typing.DTypeLike,
+    precision: jax.lax.PrecisionLike = None,
+) -> jax.Array:
     """x [..., T, K], dy [..., T, N], sizes int32 [..., E] -> [..., E, K, N], each group's x transposed @ dy."""
     dtype = wider_dtype(x.dtype, dy.dtype)
     return _wgrad_op(jnp.dtype(out_dtype), precision)(x.astype(dtype), dy.astype(dtype), sizes)[0]
@@ -57,7 +69,7 @@ def _define(
 
 
 @functools.cache
-def _rows_op(out_dtype: Any, precision: Any) -> wiring.Op:
+def _rows_op(out_dtype: jax.typing.DTypeLike, precision: jax.lax.PrecisionLike) -> wiring.Op:
     return _define(
         "jaxlowprec_grouped_plain_matmul",
         wiring.ShardingRule("... t k, ... e k n, ... e -> ... t n", reductions=("k",), whole=("t", "e")),
@@ -68,7 +80,7 @@ def _rows_op(out_dtype: Any, precision: Any) -> wiring.Op:
 
 
 @functools.cache
-def _wgrad_op(out_dtype: Any, precision: Any) -> wiring.Op:
+def _wgrad_op(out_dtype: jax.typing.DTypeLike, precision: jax.lax.PrecisionLike) -> wiring.Op:
     return _define(
         "jaxlowprec_grouped_plain_wgrad",
         wiring.ShardingRule("... t k, ... t n, ... e -> ... e k n", whole=("t", "e")),
@@ -81,7 +93,12 @@ def _wgrad_op(out_dtype: Any, precision: Any) -> wiring.Op:
 
 
 def rows_by_chunks(
-    out_dtype: Any, precision: Any, chunk: int, x: jax.Array, sizes: jax.Array, w: jax.Array
+    out_dtype: jax.typing.DTypeLike,
+    precision: jax.lax.PrecisionLike,
+    chunk: int,
+    x: jax.Array,
+    sizes: jax.Array,
+    w: jax.Array,
 ) -> jax.Array:
     """`plain_rows`, `chunk` rows at a time."""
     rows_of = chunk_of(x, chunk)
@@ -93,7 +110,12 @@ def rows_by_chunks(
 
 
 def wgrad_by_chunks(
-    out_dtype: Any, precision: Any, chunk: int, x: jax.Array, sizes: jax.Array, dy: jax.Array
+    out_dtype: jax.typing.DTypeLike,
+    precision: jax.lax.PrecisionLike,
+    chunk: int,
+    x: jax.Array,
+    sizes: jax.Array,
+    dy: jax.Array,
 ) -> jax.Array:
     """`plain_wgrad`, likewise."""
     slots = Slots.of(Groups.of(sizes, x.shape[0]), chunk).used()
@@ -114,18 +136,26 @@ def wgrad_by_chunks(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def rows_product(x: jax.Array, w: jax.Array, sizes: jax.Array, out_dtype: Any, precision: Any = None) -> jax.Array:
+def rows_product(
+    x: jax.Array,
+    w: jax.Array,
+    sizes: jax.Array,
+    out_dtype: jax.typing.DTypeLike,
+    precision: jax.lax.PrecisionLike = None,
+) -> jax.Array:
     """`plain_rows`, differentiable any number of times; each gradient has the dtype of its primal."""
     return plain_rows(x, w, sizes, out_dtype, precision)
 
 
 def _rows_forward(
-    x: jax.Array, w: jax.Array, sizes: jax.Array, out_dtype: Any, precision: Any
+    x: jax.Array, w: jax.Array, sizes: jax.Array, out_dtype: jax.typing.DTypeLike, precision: jax.lax.PrecisionLike
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
     return rows_product(x, w, sizes, out_dtype, precision), (x, w, sizes)
 
 
-def _rows_backward(out_dtype: Any, precision: Any, residuals: Any, dy: jax.Array) -> tuple[jax.Array, jax.Array, None]:
+def _rows_backward(
+    out_dtype: jax.typing.DTypeLike, precision: jax.lax.PrecisionLike, residuals: Any, dy: jax.Array
+) -> tuple[jax.Array, jax.Array, None]:
     x, w, sizes = residuals
     dx = rows_product(dy, jnp.swapaxes(w, -1, -2), sizes, x.dtype, precision)
     return dx, wgrad_product(x, dy, sizes, w.dtype, precision), None
@@ -135,18 +165,26 @@ rows_product.defvjp(_rows_forward, _rows_backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def wgrad_product(x: jax.Array, dy: jax.Array, sizes: jax.Array, out_dtype: Any, precision: Any = None) -> jax.Array:
+def wgrad_product(
+    x: jax.Array,
+    dy: jax.Array,
+    sizes: jax.Array,
+    out_dtype: jax.typing.DTypeLike,
+    precision: jax.lax.PrecisionLike = None,
+) -> jax.Array:
     """`plain_wgrad`, likewise."""
     return plain_wgrad(x, dy, sizes, out_dtype, precision)
 
 
 def _wgrad_forward(
-    x: jax.Array, dy: jax.Array, sizes: jax.Array, out_dtype: Any, precision: Any
+    x: jax.Array, dy: jax.Array, sizes: jax.Array, out_dtype: jax.typing.DTypeLike, precision: jax.lax.PrecisionLike
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
     return wgrad_product(x, dy, sizes, out_dtype, precision), (x, dy, sizes)
 
 
-def _wgrad_backward(out_dtype: Any, precision: Any, residuals: Any, g: jax.Array) -> tuple[jax.Array, jax.Array, None]:
+def _wgrad_backward(
+    out_dtype: jax.typing.DTypeLike, precision: jax.lax.PrecisionLike, residuals: Any, g: jax.Array
+) -> tuple[jax.Array, jax.Array, None]:
     x, dy, sizes = residuals
     dx = rows_product(dy, jnp.swapaxes(g, -1, -2), sizes, x.dtype, precision)
     return dx, rows_product(x, g, sizes, dy.dtype, precision), None

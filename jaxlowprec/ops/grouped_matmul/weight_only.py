@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -36,7 +35,7 @@ class GroupedWeightOnlySpec:
     ragged_columns: bool
     ragged_depth: bool
     bias: bool
-    out_dtype: Any
+    out_dtype: jax.typing.DTypeLike
 
     @property
     def weights(self) -> int:
@@ -49,7 +48,7 @@ def grouped_weight_only(
     q: QuantizedArray,
     sizes: jax.Array,
     bias: jax.Array | None,
-    out_dtype: Any,
+    out_dtype: jax.typing.DTypeLike,
     implementation: Implementation = None,
 ) -> jax.Array:
     """x [..., T, K] in groups, q [..., E, N, K] quantised along K, sizes [..., E] -> [..., T, N].

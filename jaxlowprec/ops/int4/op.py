@@ -16,7 +16,7 @@ import numpy as np
 from jaxlowprec import wiring
 from jaxlowprec.arrays.formats import Int4
 from jaxlowprec.arrays.quantized_array import QuantizedArray
-from jaxlowprec.ops.checks import Implementation, choose
+from jaxlowprec.ops.checks import Implementation, Platforms, choose
 from jaxlowprec.ops.int4 import reference
 
 
@@ -50,7 +50,7 @@ def _across(function: Callable, columnwise: bool) -> Callable:
     return (lambda x: function(jnp.swapaxes(x, -1, -2))) if columnwise else function
 
 
-def _implemented(who: str, fmt: Int4, implementation: Implementation) -> dict[str, Any]:
+def _implemented(who: str, fmt: Int4, implementation: Implementation) -> Platforms:
     """The arguments of `wiring.define`. Published rules are for comparison and have no kernels."""
     chosen = choose(who, implementation)
     if fmt.rule == "deploy":

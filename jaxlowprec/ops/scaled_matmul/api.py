@@ -17,7 +17,7 @@ from jaxlowprec.arrays.formats import Format
 from jaxlowprec.arrays.hadamard import Hadamard
 from jaxlowprec.arrays.quantized_array import QuantizedArray, by_tensor, check_quantized
 from jaxlowprec.ops.checks import Implementation, check_implementation, checked_precision, wants_float32_sums
-from jaxlowprec.ops.epilogue import Activation, Epilogue, checked_epilogue
+from jaxlowprec.ops.epilogue import Activation, Epilogue, EpilogueOptions, checked_epilogue
 from jaxlowprec.ops.rounding import flush, rounded
 from jaxlowprec.ops.scaled_matmul.op import MatmulSpec, matmul_op
 from jaxlowprec.ops.sums.kinds import IN_FLOAT32, SumOverDevices
@@ -30,11 +30,11 @@ class ScaledMatmulOptions(TypedDict, total=False):
 
     activation: Activation
     accumulate: Float[Array, "*B M N"] | None
-    preferred_element_type: Any
+    preferred_element_type: jax.typing.DTypeLike
     implementation: Implementation
     activation_input: Float[Array, "*B M N"] | None
     out_sharding: NamedSharding | PartitionSpec | None
-    precision: Any
+    precision: jax.lax.PrecisionLike
 
 
 @overload
@@ -77,12 +77,12 @@ def scaled_matmul(
     *,
     activation: Activation = None,
     accumulate: Float[Array, "*B M N"] | None = None,
-    preferred_element_type: Any = jnp.bfloat16,
+    preferred_element_type: jax.typing.DTypeLike = jnp.bfloat16,
     implementation: Implementation = None,
     return_pre_activation: bool = False,
     activation_input: Float[Array, "*B M N"] | None = None,
     out_sharding: NamedSharding | PartitionSpec | None = None,
-    precision: Any = None,
+    precision: jax.lax.PrecisionLike = None,
 ) -> Float[Array, "*B M N"] | tuple[Float[Array, "*B M N"], Float[Array, "*B M N"]]:
     """`lhs @ rhs.mT`, contracted over the quantised axis of both, accumulated in float32.
 
@@ -144,7 +144,7 @@ def scaled_matmul(
     (32, 48)
     """
     who = "scaled_matmul"
-    options = {
+    options: EpilogueOptions = {
         "bias": bias,
         "activation": activation,
         "accumulate": accumulate,
@@ -174,9 +174,9 @@ def scaled_matmul_of_rows(
     *,
     rows_split: bool,
     accumulate: Float[Array, "*B M N"] | None = None,
-    preferred_element_type: Any,
+    preferred_element_type: jax.typing.DTypeLike,
     out_sharding: NamedSharding | PartitionSpec | None,
-    precision: Any = None,
+    precision: jax.lax.PrecisionLike = None,
     sums: SumOverDevices = IN_FLOAT32,
 ) -> Float[Array, "*B ..."]:
     """`scaled_matmul` whose rows may be split, and which says how devices add up their partial sums.
@@ -228,7 +228,7 @@ class _Way(NamedTuple):
     """
 
     rows_split: Any
-    precision: Any
+    precision: jax.lax.PrecisionLike
     implementation: Any
     sums: SumOverDevices = IN_FLOAT32
 

@@ -20,12 +20,12 @@ from jaxlowprec import wiring
 from jaxlowprec.arguments import as_array
 from jaxlowprec.arrays.quantized_array import QuantizedArray
 from jaxlowprec.ops.checks import Implementation, check_implementation, choose, float_array, no_derivative
-from jaxlowprec.ops.epilogue import checked_epilogue
+from jaxlowprec.ops.epilogue import EpilogueOptions, checked_epilogue
 from jaxlowprec.ops.weight_only_matmul.op import WeightOnlySpec, by_cuda, by_reference, weight_factors, weight_only_op
 
 
 def weight_only_matmul(
-    who: str, x: Any, q: QuantizedArray, epilogue_options: dict[str, Any], implementation: Implementation
+    who: str, x: Any, q: QuantizedArray, epilogue_options: EpilogueOptions, implementation: Implementation
 ) -> list[jax.Array]:
     """The results of `scaled_matmul` for a plain x [..., M, K] and q [..., N, K], or q [N, K] for all batch axes."""
     check_implementation(who, implementation)
@@ -36,14 +36,20 @@ def weight_only_matmul(
 
 
 def weight_only_matmuls(
-    who: str, x: Any, weights: Sequence[QuantizedArray], biases: Sequence[jax.Array | None], out_dtype: Any
+    who: str,
+    x: Any,
+    weights: Sequence[QuantizedArray],
+    biases: Sequence[jax.Array | None],
+    out_dtype: jax.typing.DTypeLike,
 ) -> tuple[jax.Array, ...]:
     """`weight_only_matmul` of x [..., M, K] by each q [N, K] with its bias [N] or None, with the same bytes.
 
     Weights of one format that all have biases, or none of which has one, are one call on CPUs.
     """
     x = float_array(who, "lhs", x)
-    options = [{"bias": bias, "preferred_element_type": out_dtype, "out_sharding": None} for bias in biases]
+    options: list[EpilogueOptions] = [
+        {"bias": bias, "preferred_element_type": out_dtype, "out_sharding": None} for bias in biases
+    ]
     specs, arrays, extras = zip(
         *[_prepared(who, x, q, own) for q, own in zip(weights, options, strict=True)], strict=True
     )
@@ -55,7 +61,7 @@ def weight_only_matmuls(
 
 
 def _prepared(
-    who: str, x: jax.Array, q: QuantizedArray, epilogue_options: dict[str, Any]
+    who: str, x: jax.Array, q: QuantizedArray, epilogue_options: EpilogueOptions
 ) -> tuple[WeightOnlySpec, list[jax.Array], list[jax.Array]]:
     """The checked op, the weight's arrays, and the epilogue's operands."""
     _check_operands(who, x, q)

@@ -224,7 +224,11 @@ def weight_only_op(spec: WeightOnlySpec, implementation: Implementation) -> wiri
 
 
 def weight_only_dgrad(
-    dy: Float[Array, "*B M N"], q: QuantizedArray, out_dtype: Any, out_sharding: Any, precision: Any = None
+    dy: Float[Array, "*B M N"],
+    q: QuantizedArray,
+    out_dtype: jax.typing.DTypeLike,
+    out_sharding: Any,
+    precision: jax.lax.PrecisionLike = None,
 ) -> Float[Array, "*B M K"]:
     """dy @ q, accumulated in float32; the weight is decoded to dy's dtype.
 
@@ -255,9 +259,9 @@ def _dgrad_op(
     ragged_columns: bool,
     ragged_depth: int | None,
     rows_split: bool,
-    out_dtype: Any,
+    out_dtype: jax.typing.DTypeLike,
     out_spec: PartitionSpec | None,
-    precision: Any,
+    precision: jax.lax.PrecisionLike,
 ) -> wiring.Op:
     """dy, and the weight as `weight_only_op` takes it -> dx. `ragged_depth`: K where it does not follow from the
     shapes, else None."""
