@@ -65,7 +65,7 @@ class QuantizedArray:
     zero_point: jax.Array | None
     format: Any
     matrix_shape: tuple[int, ...]
-    dtype: Any
+    dtype: jax.typing.DTypeLike
     axis: int
     hadamard: Hadamard | None
     signs: jax.Array | None = None
@@ -153,7 +153,7 @@ class QuantizedArray:
             "decode it first: q.dequantize()[index]"
         )
 
-    def dequantize(self, dtype: Any = None) -> jax.Array:
+    def dequantize(self, dtype: jax.typing.DTypeLike | None = None) -> jax.Array:
         """See `jaxlowprec.dequantize`."""
         from jaxlowprec.ops.dequantize import dequantize  # the op builds on this class
 

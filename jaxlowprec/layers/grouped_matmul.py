@@ -180,7 +180,7 @@ def checked_groups(
 
 
 def groups_product(
-    call: LayerCall, x: jax.Array, kernels: jax.Array | None, bias: Any, sizes: jax.Array, dtype: Any
+    call: LayerCall, x: jax.Array, kernels: jax.Array | None, bias: Any, sizes: jax.Array, dtype: jax.typing.DTypeLike
 ) -> tuple[jax.Array, Any]:
     """The product [T, N] of a checked call, and the state for the next one."""
     compute = functools.partial(_product, bias=bias, sizes=sizes, dtype=dtype)
@@ -188,7 +188,9 @@ def groups_product(
     return watched(call, x, kernels, compute, lambda: x.size * features, sizes)
 
 
-def _product(call: LayerCall, x: Any, kernels: Any, bias: Any, sizes: Any, dtype: Any) -> tuple[jax.Array, Any]:
+def _product(
+    call: LayerCall, x: Any, kernels: Any, bias: Any, sizes: Any, dtype: jax.typing.DTypeLike
+) -> tuple[jax.Array, Any]:
     """The product [T, N], and the state of delayed scaling if there is one."""
     who, name, precision = call.who, call.name, call.precision
     roles: Any = None if call.recipe is None else checked_roles(call)
@@ -226,7 +228,7 @@ def prepared_groups(
     kernels: jax.Array | None,
     bias: jax.Array | None,
     sizes: jax.Array,
-    dtype: Any,
+    dtype: jax.typing.DTypeLike,
     out_sharding: Any = None,
 ) -> PreparedProduct:
     """A product in which rows and weights are quantised. x may be abstract. Sums over devices are in float32."""

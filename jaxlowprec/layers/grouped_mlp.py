@@ -188,7 +188,13 @@ def _sharding_of_hidden(x: jax.Array, features: Any) -> NamedSharding | None:
 
 
 def _composed(
-    who: str, x: jax.Array, checked: Sequence[_Checked], sizes: jax.Array, activation: Any, saved: Any, dtype: Any
+    who: str,
+    x: jax.Array,
+    checked: Sequence[_Checked],
+    sizes: jax.Array,
+    activation: Any,
+    saved: Any,
+    dtype: jax.typing.DTypeLike,
 ) -> tuple[jax.Array, tuple[Any, ...]]:
     """The MLP from separate products."""
     *hidden, (down, down_bias, down_call) = checked

@@ -96,7 +96,7 @@ class LoRAKernel:
         """The transposed weight with its adapter."""
         return LoRAKernel(self.kernel.mT, self.adapter.mT)
 
-    def merged(self, dtype: Any = None) -> jax.Array:
+    def merged(self, dtype: jax.typing.DTypeLike | None = None) -> jax.Array:
         """The weight plus its adapter's product, added in float32 and rounded once.
 
         Arguments:
@@ -207,7 +207,9 @@ def checked_alpha(who: str, alpha: Any, rank: int) -> float:
     return float(alpha)
 
 
-def new_adapter(key: jax.Array, shape: tuple[int, ...], rank: int, alpha: float, dtype: Any) -> Adapter:
+def new_adapter(
+    key: jax.Array, shape: tuple[int, ...], rank: int, alpha: float, dtype: jax.typing.DTypeLike
+) -> Adapter:
     """The adapter of a weight [batch..., K, N] before training."""
     *batch, k, n = shape
     uniform = jax.nn.initializers.he_uniform(batch_axis=tuple(range(len(batch))))

@@ -86,7 +86,7 @@ def tag_product(y: jax.Array) -> jax.Array:
     return checkpoint_name(y, PRODUCT)
 
 
-def decoded(x: Any, dtype: Any) -> jax.Array:
+def decoded(x: Any, dtype: jax.typing.DTypeLike) -> jax.Array:
     """A residual decoded to an array of `dtype`."""
     return x.dequantize(dtype) if isinstance(x, QuantizedArray) else x.astype(dtype)
 

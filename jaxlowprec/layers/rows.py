@@ -217,7 +217,7 @@ class RowsInGroups:
         return resharded(over_batches(one_batch)(dy, self.sizes).astype(marker.dtype), sharding)
 
 
-def dequantize_groups(x: GroupedQuantizedArray, dtype: Any) -> jax.Array:
+def dequantize_groups(x: GroupedQuantizedArray, dtype: jax.typing.DTypeLike) -> jax.Array:
     """A rowwise array [..., T, C] decoded to `dtype`; rows outside the groups are zeros."""
 
     def one_batch(data: jax.Array, sizes: jax.Array, scale: jax.Array, amax: jax.Array | None) -> jax.Array:

@@ -22,7 +22,9 @@ from jaxlowprec.ops.quantize.reference import E2M1_VALUES, E8M0_NAN, NVFP4_MAX
 from jaxlowprec.ops.rounding import flush, from_bits
 
 
-def dequantize(q: QuantizedArray, *, dtype: Any = None, implementation: Implementation = None) -> Float[Array, "..."]:
+def dequantize(
+    q: QuantizedArray, *, dtype: jax.typing.DTypeLike | None = None, implementation: Implementation = None
+) -> Float[Array, "..."]:
     """The array that q approximates: its logical shape and original orientation, the rotation undone.
 
     Codes are decoded (and rotated back) in float32, then rounded once. Int4 is decoded as it is served: rounded once to
@@ -56,14 +58,14 @@ def dequantize(q: QuantizedArray, *, dtype: Any = None, implementation: Implemen
 
 
 @functools.partial(jax.jit, static_argnames=("dtype", "implementation"))
-def _dequantize(q: QuantizedArray, dtype: Any, implementation: Implementation) -> jax.Array:
+def _dequantize(q: QuantizedArray, dtype: jax.typing.DTypeLike, implementation: Implementation) -> jax.Array:
     vector, fmt = len(q.matrix_shape) == 1, q.format
     data = q.data[..., None, :] if vector else q.data
     scale = q.scale[..., None, :] if vector and fmt.scaling != "tensor" else q.scale
     rows, columns = (1, *q.matrix_shape) if vector else (q.matrix_shape if q.axis == -1 else q.matrix_shape[::-1])
     operands = jax.lax.stop_gradient((data, scale) if q.amax is None else (data, scale, q.amax))
 
-    def decode(columns: int, rotation: Hadamard | None, dtype: Any) -> jax.Array:
+    def decode(columns: int, rotation: Hadamard | None, dtype: jax.typing.DTypeLike) -> jax.Array:
         ragged_columns = columns if columns % fmt.length else None
         ragged_rows = fmt.tiles and rows % fmt.length != 0
         op = dequantize_op(fmt, ragged_rows, ragged_columns, rotation, jnp.dtype(dtype), implementation)
@@ -88,7 +90,7 @@ def dequantize_op(
     ragged_rows: bool,
     ragged_columns: int | None,
     hadamard: Hadamard | None,
-    dtype: Any,
+    dtype: jax.typing.DTypeLike,
     implementation: Implementation,
 ) -> wiring.Op:
     """data [..., R, C] (packed: bytes), scale, and for two-level formats amax [...] -> [..., R, C] of `dtype`.
@@ -166,7 +168,7 @@ def dequantize_rows(
     fmt: Format,
     columns: int,
     hadamard: Hadamard | None,
-    dtype: Any,
+    dtype: jax.typing.DTypeLike,
 ) -> jax.Array:
     """Codes [..., R, bytes] -> [..., R, columns] of `dtype`: decoded and rotated back in float32, rounded once."""
     codes, scales = code_values(data, fmt), scale_values(scale, fmt, data.shape[-2])

@@ -148,7 +148,7 @@ ACTIVATIONS = {"geglu": geglu, "gelu": gelu, "relu_squared": relu_squared, "silu
 """The functions by their names, which layers take."""
 
 
-def _activation(kind: str, implementation: Any, *operands: Any) -> jax.Array:
+def _activation(kind: str, implementation: Implementation, *operands: Any) -> jax.Array:
     """The activation of operands that are checked here: x, or gate and up."""
     check_implementation(kind, implementation)
     names = ("gate", "up") if len(operands) == 2 else ("x",)

@@ -6,11 +6,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 
 from jaxlowprec import wiring
+from jaxlowprec.arrays.formats import Format
 from jaxlowprec.arrays.quantized_array import QuantizedArray
 from jaxlowprec.ops import scale_order
 from jaxlowprec.ops.activations import reference
@@ -26,7 +26,7 @@ BothWays = tuple[QuantizedArray | None, QuantizedArray | None]
 
 def quantized_activation(
     kind: str,
-    fmt: Any,
+    fmt: Format,
     operands: Sequence[jax.Array],
     *,
     rowwise: bool = True,
@@ -55,7 +55,7 @@ def quantized_activation(
 
 def quantized_activation_gradients(
     kind: str,
-    fmt: Any,
+    fmt: Format,
     dy: jax.Array,
     operands: Sequence[jax.Array],
     *,

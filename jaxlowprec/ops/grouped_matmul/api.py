@@ -180,7 +180,7 @@ def _multiply_rows(
     b: QuantizedArray,
     bias: Any,
     out_dtype: jax.typing.DTypeLike,
-    implementation: Any,
+    implementation: Implementation,
     precision: jax.lax.PrecisionLike,
 ) -> jax.Array:
     """`multiply_groups` of rows with amaxes of their own, which multiply the sums before the bias is added."""

@@ -11,7 +11,7 @@ memory are those of the rows and of at most one more chunk per group. Numbers ar
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +25,10 @@ from jaxlowprec.ops.grouped_matmul.reference import by_chunks, chunk_of, where_e
 from jaxlowprec.ops.scaled_matmul.op import MatmulSpec, matmul_op
 from jaxlowprec.ops.weight_only_matmul.op import WeightOnlySpec, weight_only_op
 
+if TYPE_CHECKING:
+    from jaxlowprec.ops.grouped_matmul.op import GroupedMatmulSpec
+    from jaxlowprec.ops.grouped_matmul.weight_only import GroupedWeightOnlySpec
+
 _LEAST, _MOST = 128, 1024
 
 
@@ -34,7 +38,7 @@ def chunk_rows(rows: int, experts: int, least: int = _LEAST) -> int:
 
 
 def matmul(
-    spec: Any,
+    spec: GroupedMatmulSpec,
     implementation: Implementation,
     a_data: jax.Array,
     sizes: jax.Array,
@@ -59,7 +63,11 @@ def matmul(
 
 
 def weight_only(
-    spec: Any, implementation: Implementation, x: jax.Array, sizes: jax.Array, *weight_and_bias: jax.Array
+    spec: GroupedWeightOnlySpec,
+    implementation: Implementation,
+    x: jax.Array,
+    sizes: jax.Array,
+    *weight_and_bias: jax.Array,
 ) -> jax.Array:
     """`grouped_weight_only_op`, sizes second."""
     rows, columns = x.shape[0], weight_and_bias[0].shape[-2]
@@ -75,7 +83,12 @@ def weight_only(
 
 
 def wgrad(
-    spec: Any, implementation: Implementation, rows: int, a_data: jax.Array, sizes: jax.Array, *operands: jax.Array
+    spec: GroupedMatmulSpec,
+    implementation: Implementation,
+    rows: int,
+    a_data: jax.Array,
+    sizes: jax.Array,
+    *operands: jax.Array,
 ) -> jax.Array:
     """`grouped_wgrad_op`, sizes second."""
     a_scale, b_data, b_scale, *rest = operands

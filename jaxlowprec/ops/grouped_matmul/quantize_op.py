@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxlowprec import wiring
-from jaxlowprec.arrays.formats import BLOCK
+from jaxlowprec.arrays.formats import BLOCK, Format
 from jaxlowprec.arrays.hadamard import Hadamard
 from jaxlowprec.ops import amax as amax_op
 from jaxlowprec.ops.amax import Amaxes, largest_over
@@ -191,7 +191,7 @@ def grouped_quantize_op(spec: GroupedQuantizeSpec, implementation: Implementatio
     )
 
 
-def _nothing(shape: tuple[int, ...], dtype: Any, fmt: Any) -> jax.Array:
+def _nothing(shape: tuple[int, ...], dtype: jax.typing.DTypeLike, fmt: Format) -> jax.Array:
     """Codes or scales of an array without elements."""
     if jnp.dtype(dtype).itemsize == 1:
         return jax.lax.bitcast_convert_type(jnp.zeros(shape, jnp.uint8), dtype)
@@ -242,7 +242,7 @@ def amax(plain: bool, hadamard: Hadamard | None, x: jax.Array, sizes: jax.Array)
     return [largest_of(of_slots, slots.group, sizes.shape[0]) for of_slots in found]
 
 
-def quantize(spec: Any, x: jax.Array, sizes: jax.Array, *operands: jax.Array) -> list[jax.Array]:
+def quantize(spec: GroupedQuantizeSpec, x: jax.Array, sizes: jax.Array, *operands: jax.Array) -> list[jax.Array]:
     """The op of `quantize_op.py`, on the operands that it documents."""
     groups = Groups.of(sizes, x.shape[0])
     slots = Slots.of(groups, TILE)
@@ -262,7 +262,7 @@ def quantize(spec: Any, x: jax.Array, sizes: jax.Array, *operands: jax.Array) ->
     return results
 
 
-def _random(spec: Any, slots: Slots, random: tuple[jax.Array, ...]) -> list[jax.Array]:
+def _random(spec: GroupedQuantizeSpec, slots: Slots, random: tuple[jax.Array, ...]) -> list[jax.Array]:
     """Keys and indices of lines and sixteens of each slot; along the rows they are counted within its group."""
     if not spec.stochastic:
         return []
@@ -290,7 +290,7 @@ def _places_of_rows(groups: Groups) -> tuple[jax.Array, jax.Array, jax.Array]:
     return groups.first_slots(TILE)[group] + local // TILE, local % TILE, there
 
 
-def _rows(groups: Groups, fmt: Any, data: jax.Array, scale: jax.Array) -> list[jax.Array]:
+def _rows(groups: Groups, fmt: Format, data: jax.Array, scale: jax.Array) -> list[jax.Array]:
     """Codes [S, TILE, bytes] and scales, of rows -> as `reference.quantize_rowwise`."""
     slot, row, there = _places_of_rows(groups)
 
@@ -300,7 +300,7 @@ def _rows(groups: Groups, fmt: Any, data: jax.Array, scale: jax.Array) -> list[j
     return [of_rows(data), _tensor_scales(groups, scale) if fmt.scaling == "tensor" else of_rows(scale)]
 
 
-def _columns(groups: Groups, fmt: Any, data: jax.Array, scale: jax.Array) -> list[jax.Array]:
+def _columns(groups: Groups, fmt: Format, data: jax.Array, scale: jax.Array) -> list[jax.Array]:
     """Codes [S, C, bytes] and scales, of columns -> as `reference.quantize_columnwise`."""
     blocks = Slots.of(groups, max(fmt.length, BLOCK))
     used, in_slot = blocks.valid > 0, TILE // max(fmt.length, BLOCK)

@@ -124,7 +124,7 @@ def where_else_zero(there: jax.Array, x: jax.Array) -> jax.Array:
 
 
 def by_chunks(
-    sizes: jax.Array, rows: int, columns: int, dtype: Any, multiply: Callable, chunk: int = CHUNK
+    sizes: jax.Array, rows: int, columns: int, dtype: jax.typing.DTypeLike, multiply: Callable, chunk: int = CHUNK
 ) -> jax.Array:
     """[rows, columns] of products of up to `chunk` rows of one group: multiply(first row, group) -> [chunk, columns].
 

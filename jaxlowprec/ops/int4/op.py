@@ -165,7 +165,7 @@ def quantize_int4(x: jax.Array, fmt: Int4, axis: int, implementation: Implementa
 
 
 @functools.partial(jax.jit, static_argnames=("dtype", "implementation"))
-def dequantize_int4(q: QuantizedArray, dtype: Any, implementation: Implementation) -> jax.Array:
+def dequantize_int4(q: QuantizedArray, dtype: jax.typing.DTypeLike, implementation: Implementation) -> jax.Array:
     """The array that q approximates."""
     vector, fmt, length = len(q.matrix_shape) == 1, q.format, q.matrix_shape[q.axis]
     arrays = jax.lax.stop_gradient([a for a in (q.data, q.scale, q.zero_point) if a is not None])

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxlowprec import wiring
+from jaxlowprec.arrays.formats import Format
 from jaxlowprec.arrays.quantized_array import QuantizedArray
 from jaxlowprec.ops import scale_order
 from jaxlowprec.ops.checks import choose
@@ -38,7 +39,7 @@ class QuantizedNorm(NamedTuple):
 
 def quantized_norm(
     spec: NormSpec,
-    fmt: Any,
+    fmt: Format,
     x: jax.Array,
     weight: jax.Array,
     residual: jax.Array | None = None,

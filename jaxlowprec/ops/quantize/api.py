@@ -339,7 +339,7 @@ def _quantize_both(
 
 
 @functools.partial(jax.jit, static_argnames=("fmt", "axis", "implementation"))
-def _quantize_lines(x: jax.Array, fmt: Any, axis: int, implementation: Implementation) -> QuantizedArray:
+def _quantize_lines(x: jax.Array, fmt: Format, axis: int, implementation: Implementation) -> QuantizedArray:
     """x with an amax for each line along the axis."""
     rows = jax.lax.stop_gradient(jnp.swapaxes(x, -1, -2) if axis == -2 else x)
     spec = spec_of(rows, fmt, (True, False), None, False)

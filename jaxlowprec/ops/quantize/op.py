@@ -303,7 +303,7 @@ def amax_field(fmt: Format, tensor: Any, eden: bool = False) -> Any:
 
 def spec_of(
     x: Any,
-    fmt: Any,
+    fmt: Format,
     directions: tuple[bool, bool],
     hadamard: Hadamard | None,
     stochastic: bool,

@@ -229,7 +229,7 @@ class _Way(NamedTuple):
 
     rows_split: Any
     precision: jax.lax.PrecisionLike
-    implementation: Any
+    implementation: Implementation
     sums: SumOverDevices = IN_FLOAT32
 
 

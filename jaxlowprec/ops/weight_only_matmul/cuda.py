@@ -7,18 +7,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 
+from jaxlowprec.arrays.formats import Format
 from jaxlowprec.ops.weight_only_matmul import reference
 from jaxlowprec.wiring import native
+
+if TYPE_CHECKING:
+    from jaxlowprec.ops.weight_only_matmul.op import WeightOnlySpec
 
 _CAPABILITIES = (80, 90, 100)  # of the GPUs that a program exported without a GPU may run on
 
 
-def _plan(spec: Any, x: jax.Array, scale: jax.Array) -> tuple[str, int]:
+def _plan(spec: WeightOnlySpec, x: jax.Array, scale: jax.Array) -> tuple[str, int]:
     """Why the kernel does not take these operands on the GPUs of this process, or ""; and the bytes of workspace."""
     if not all(isinstance(n, int) for n in (*x.shape, *scale.shape)):
         return "shapes are symbolic, but the way that is taken depends on their sizes: export each size by itself", 0
@@ -31,13 +35,13 @@ def _plan(spec: Any, x: jax.Array, scale: jax.Array) -> tuple[str, int]:
     return next((p for p in plans if not p[0]), plans[0])
 
 
-def why_not(spec: Any, x: jax.Array, scale: jax.Array) -> str:
+def why_not(spec: WeightOnlySpec, x: jax.Array, scale: jax.Array) -> str:
     """Why the kernel does not take these operands; empty if it does."""
     return _plan(spec, x, scale)[0]
 
 
 def matmul(
-    spec: Any,
+    spec: WeightOnlySpec,
     x: jax.Array,
     data: jax.Array,
     scale: jax.Array,
@@ -62,7 +66,7 @@ def matmul(
     return [y] if spec.epilogue.is_plain else spec.epilogue.finish(y, extras)
 
 
-def exact_dtype(fmt: Any, x: jax.Array) -> Any:
+def exact_dtype(fmt: Format, x: jax.Array) -> Any:
     """The narrowest dtype that holds both operands exactly: x's own if the decoded weight fits it, else float32."""
     exact = "float32" if fmt.scaling == "float32" and not fmt.power_of_two else "bfloat16"
     weight = jnp.dtype(fmt.served_dtype or exact)
@@ -70,7 +74,7 @@ def exact_dtype(fmt: Any, x: jax.Array) -> Any:
 
 
 def decoded_matmul(
-    spec: Any,
+    spec: WeightOnlySpec,
     x: jax.Array,
     data: jax.Array,
     scale: jax.Array,

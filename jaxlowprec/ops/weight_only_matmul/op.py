@@ -278,7 +278,9 @@ def _dgrad_op(
     def outputs(dy: jax.Array, data: jax.Array, scale: jax.Array, *_: jax.Array) -> wiring.Shapes:
         return [((*dy.shape[:-1], depth(data, scale)), out_dtype)]
 
-    def multiply(dy: jax.Array, data: jax.Array, scale: jax.Array, *rest: jax.Array, dtype: Any) -> jax.Array:
+    def multiply(
+        dy: jax.Array, data: jax.Array, scale: jax.Array, *rest: jax.Array, dtype: jax.typing.DTypeLike
+    ) -> jax.Array:
         amax = rest[0] if fmt.scaling == "two_level" else None
         zero_point = rest[-1] if fmt.has_zero_point else None
         matrix = (data.shape[-2], depth(data, scale))
