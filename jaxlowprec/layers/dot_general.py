@@ -12,6 +12,7 @@ from typing import Any, Unpack, overload
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
 from jaxlowprec.arguments import a_dtype
@@ -34,7 +35,7 @@ from jaxlowprec.ops.checks import (
 )
 from jaxlowprec.recipes.autocast import FROM_CONTEXT
 from jaxlowprec.recipes.roles import Recipe
-from jaxlowprec.wiring.sharding_rule import resharded
+from jaxlowprec.wiring.sharding_rule import ShardingLike, resharded
 
 DimensionNumbers = tuple[tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequence[int]]]
 
@@ -72,7 +73,7 @@ def dot_general(
     precision: jax.lax.PrecisionLike = None,
     preferred_element_type: jax.typing.DTypeLike | None = None,
     *,
-    out_sharding: Any = None,
+    out_sharding: NamedSharding | PartitionSpec | None = None,
     recipe: Recipe | None = FROM_CONTEXT,
     key: jax.Array | None = None,
     quantized_kernel: QuantizedKernel | None = None,
@@ -150,7 +151,7 @@ def _adapted(who: str, lhs: jax.Array, rhs: LoRAKernel, given: DimensionNumbers)
     return x, adapter
 
 
-def _check_options(who: str, preferred_element_type: jax.typing.DTypeLike | None, out_sharding: Any) -> None:
+def _check_options(who: str, preferred_element_type: jax.typing.DTypeLike | None, out_sharding: ShardingLike) -> None:
     """Raises for options that JAX would refuse, too; without a recipe JAX also accepts dtypes other than floats."""
     a_sharding(who, "out_sharding", out_sharding)
     if preferred_element_type is not None:
@@ -281,7 +282,7 @@ def einsum(
     *operands: Float[Array, "..."] | QuantizedArray | LoRAKernel,
     precision: jax.lax.PrecisionLike = None,
     preferred_element_type: jax.typing.DTypeLike | None = None,
-    out_sharding: Any = None,
+    out_sharding: NamedSharding | PartitionSpec | None = None,
     recipe: Recipe | None = FROM_CONTEXT,
     key: jax.Array | None = None,
     name: str = "",
@@ -324,7 +325,7 @@ def einsum_of_layer(
     kernel_shape: Sequence[int],
     *,
     preferred_element_type: jax.typing.DTypeLike | None = None,
-    out_sharding: Any = None,
+    out_sharding: ShardingLike = None,
     precision: jax.lax.PrecisionLike = None,
     **settings: Any,
 ) -> Any:

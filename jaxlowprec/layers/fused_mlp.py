@@ -47,7 +47,7 @@ from jaxlowprec.ops.checks import a_sharding, float_array
 from jaxlowprec.ops.norms.api import Norm
 from jaxlowprec.recipes.autocast import FROM_CONTEXT
 from jaxlowprec.recipes.roles import Recipe
-from jaxlowprec.wiring.sharding_rule import resharded
+from jaxlowprec.wiring.sharding_rule import ShardingLike, resharded
 
 
 @overload
@@ -152,7 +152,7 @@ def mlp_of(
     layers: Sequence[Layer],
     activation: Activation,
     saved: Saved,
-    out_sharding: Any = None,
+    out_sharding: ShardingLike = None,
 ) -> tuple[jax.Array, tuple[Any, ...]]:
     """The MLP of these layers, down's last, and their states for the next call.
 
@@ -210,7 +210,7 @@ def _is_quantized(checked: Sequence[_Checked]) -> bool:
 
 
 def _fused(
-    x: jax.Array | Norm, like: jax.Array, checked: Sequence[_Checked], arguments: _Arguments, out_sharding: Any
+    x: jax.Array | Norm, like: jax.Array, checked: Sequence[_Checked], arguments: _Arguments, out_sharding: ShardingLike
 ) -> tuple[Any, Any]:
     layers, activation, saved = arguments
     *hidden, (down, down_bias, down_call) = checked
@@ -251,7 +251,7 @@ def separate_mlp(x: jax.Array, hidden: Sequence[Any], down: Any, activation: Act
     return down(function(*(layer(x) for layer in hidden)))
 
 
-def _composed(who: str, x: jax.Array, arguments: _Arguments, out_sharding: Any) -> tuple[Any, Any]:
+def _composed(who: str, x: jax.Array, arguments: _Arguments, out_sharding: ShardingLike) -> tuple[Any, Any]:
     """The MLP from separate layers."""
     layers, activation, saved = arguments
     *hidden, down = layers

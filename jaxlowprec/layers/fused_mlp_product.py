@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, Required, TypedDict
 
 import jax
 
@@ -118,13 +118,22 @@ def called(activation: Callable[..., Any], *operands: jax.Array, who: str = "mlp
     return a
 
 
+class HiddenGradients(TypedDict, total=False):
+    """The gradients of the hidden layer's operands, as arguments of `backward_of_all`: one element for each."""
+
+    dys: Required[Sequence[jax.Array | None]]
+    amaxes: Sequence[Any]
+    quantized: Sequence[Any]
+    row_sums: Sequence[jax.Array] | None
+
+
 def _activation_gradients(
     activation: Activation,
     operands: Sequence[jax.Array],
     dy: jax.Array,
     wanted: Amaxes | None = None,
     row_sums: bool = False,
-) -> dict[str, Any]:
+) -> HiddenGradients:
     """The gradient of each operand, its amaxes as `both_ways` takes them, and its sum over rows if that is wanted: what
     `backward_of_all` takes of products that gave the operands. None: not known."""
     with in_profiles("activation gradient"):
@@ -244,7 +253,7 @@ def _backward(
 
 def _gradients_of_hidden(
     spec: MlpSpec, kept: Sequence[SavedForBackward], hidden: Sequence[jax.Array], da: jax.Array
-) -> dict[str, Any]:
+) -> HiddenGradients:
     """The gradients of the hidden layer, as keyword arguments of `backward_of_all`."""
     found = quantized_gradients(spec.activation, spec.hidden, kept, hidden, da)
     if found is not None:

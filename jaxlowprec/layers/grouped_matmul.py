@@ -14,6 +14,7 @@ from typing import Any, Unpack, overload
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from jaxlowprec import wiring
@@ -48,7 +49,7 @@ from jaxlowprec.recipes.autocast import FROM_CONTEXT, resolve
 from jaxlowprec.recipes.fields import IN_FLOAT32
 from jaxlowprec.recipes.roles import Recipe, Roles
 from jaxlowprec.telemetry import probes
-from jaxlowprec.wiring.sharding_rule import resharded, sharding_of
+from jaxlowprec.wiring.sharding_rule import ShardingLike, resharded, sharding_of
 
 
 @overload
@@ -229,7 +230,7 @@ def prepared_groups(
     bias: jax.Array | None,
     sizes: jax.Array,
     dtype: jax.typing.DTypeLike,
-    out_sharding: Any = None,
+    out_sharding: ShardingLike = None,
 ) -> PreparedProduct:
     """A product in which rows and weights are quantised. x may be abstract. Sums over devices are in float32."""
     call.check_quantized(kernels)
@@ -253,7 +254,7 @@ def ragged_dot(
     precision: jax.lax.PrecisionLike = None,
     preferred_element_type: jax.typing.DTypeLike | None = None,
     group_offset: Any = None,
-    out_sharding: Any = None,
+    out_sharding: NamedSharding | PartitionSpec | None = None,
 ) -> Float[Array, "T N"]:
     """Drop-in for `jax.lax.ragged_dot`: `grouped_matmul` under the context's recipe.
 

@@ -36,7 +36,7 @@ from jaxlowprec.recipes.fields import IN_FLOAT32, Sums
 from jaxlowprec.recipes.roles import Recipe, Roles
 from jaxlowprec.recipes.transformer_engine import Calibrating
 from jaxlowprec.telemetry import probes
-from jaxlowprec.wiring.sharding_rule import dimensions_of, resharded, sharding_of, sharding_of_product
+from jaxlowprec.wiring.sharding_rule import ShardingLike, dimensions_of, resharded, sharding_of, sharding_of_product
 
 
 class PreparedProduct(NamedTuple):
@@ -129,7 +129,7 @@ class LayerCall:
         w: Float[Array, "*B K N"] | None,
         bias: Float[Array, "N"] | None,
         out_dtype: jax.typing.DTypeLike,
-        out_sharding: Any = None,
+        out_sharding: ShardingLike = None,
         rows_split: bool = False,
     ) -> tuple[Float[Array, "*B T N"], delayed_scaling.State | None]:
         """x in the input's role times w in the weight's, and the state for the layer's next call.

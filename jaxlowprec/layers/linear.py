@@ -24,7 +24,7 @@ from jaxlowprec.ops.checks import a_sharding, float_array
 from jaxlowprec.ops.quantize.random_bits import check_key
 from jaxlowprec.recipes.autocast import FROM_CONTEXT, resolve
 from jaxlowprec.recipes.roles import MODULE_TYPES, ModuleType, Recipe
-from jaxlowprec.wiring.sharding_rule import resharded
+from jaxlowprec.wiring.sharding_rule import ShardingLike, resharded
 
 
 def quantize_kernel(
@@ -245,7 +245,7 @@ def features_of(call: LayerCall, kernel: jax.Array | None) -> int:
     return weight.shape[-1]
 
 
-def _linear(call: LayerCall, x: Any, kernel: Any, bias: Any, out_sharding: Any) -> tuple[jax.Array, Any]:
+def _linear(call: LayerCall, x: Any, kernel: Any, bias: Any, out_sharding: ShardingLike) -> tuple[jax.Array, Any]:
     """The product, and the state of delayed scaling if there is one."""
     if call.in_high_precision(kernel):
         kernel = call.high_precision_weight(kernel)

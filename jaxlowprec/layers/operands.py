@@ -76,7 +76,7 @@ def both_ways(
     column: Role | None,
     *,
     words: jax.Array | None = None,
-    amax: Any = None,
+    amax: tuple[jax.Array, jax.Array] | None = None,
     encode: jax.Array | None = None,
     rows_split: bool = False,
     sign_key: jax.Array | None = None,
@@ -186,7 +186,7 @@ def groups_both_ways(
     column: Role | None,
     *,
     words: jax.Array | None = None,
-    amaxes: Any = None,
+    amaxes: tuple[jax.Array, jax.Array] | None = None,
     encode: jax.Array | None = None,
 ) -> tuple[Any, Any]:
     """The rows of each group of x [..., T, C], as `both_ways`: GroupedQuantizedArrays."""

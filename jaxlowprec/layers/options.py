@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, TypedDict
 
 import jax
-from jax.sharding import NamedSharding, PartitionSpec
 
 if TYPE_CHECKING:
     from jaxlowprec.layers.delayed_scaling import State
     from jaxlowprec.layers.fused_mlp_product import Activation, Saved
     from jaxlowprec.layers.product import QuantizedKernel
     from jaxlowprec.recipes.roles import Recipe
-
-ShardingLike = NamedSharding | PartitionSpec | None
+    from jaxlowprec.wiring.sharding_rule import ShardingLike
 
 
 class _Options(TypedDict, total=False):
@@ -37,7 +35,7 @@ class DotOptions(TypedDict):
 
     precision: jax.lax.PrecisionLike
     preferred_element_type: jax.typing.DTypeLike | None
-    out_sharding: Any
+    out_sharding: ShardingLike
 
 
 class LinearOptions(_Options, total=False):
@@ -59,7 +57,7 @@ class GroupedMatmulOptions(_Options, total=False):
 class DotGeneralOptions(TypedDict, total=False):
     """Options of `dot_general` that are given by name only."""
 
-    out_sharding: Any
+    out_sharding: ShardingLike
     recipe: Recipe | None
     key: jax.Array | None
     quantized_kernel: QuantizedKernel | None
@@ -70,7 +68,7 @@ class EinsumOptions(_Options, total=False):
     """Options of `einsum`."""
 
     preferred_element_type: jax.typing.DTypeLike | None
-    out_sharding: Any
+    out_sharding: ShardingLike
     recipe: Recipe | None
     name: str
 

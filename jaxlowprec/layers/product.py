@@ -43,6 +43,7 @@ from jaxlowprec.ops.sums.kinds import SumOverDevices, draws
 from jaxlowprec.recipes.fields import Sums
 from jaxlowprec.recipes.roles import Role
 from jaxlowprec.recipes.transformer_engine import DelayedScaling
+from jaxlowprec.wiring.sharding_rule import ShardingLike
 
 
 @serialised.register
@@ -87,10 +88,10 @@ class GemmSpec(Gemms):
     """
 
     sums: Sums
-    delayed: Any
+    delayed: DelayedScaling | None
     out_dtype: jax.typing.DTypeLike
     shardings: tuple[Any, Any, Any]
-    out_sharding: Any
+    out_sharding: ShardingLike
     rows_split: bool
     precision: jax.lax.PrecisionLike = None
 
@@ -119,8 +120,7 @@ _STREAM_OF_SUMS = {"fprop": 9, "dgrad": 10, "wgrad": 11}
 
 def _largest_scale(q: Any) -> jax.Array:
     """float32 []: the largest amax of an array that has amaxes, else its largest scale."""
-    numbers = q.scale if q.amax is None else q.amax
-    return jax.lax.stop_gradient(jnp.max(numbers.astype(jnp.float32)))
+    return jax.lax.stop_gradient(jnp.max((q.scale if q.amax is None else q.amax).astype(jnp.float32)))
 
 
 def rows_of(spec: GemmSpec, sizes: jax.Array | None) -> AllRows | RowsInGroups:
@@ -176,7 +176,7 @@ class GemmOperands(NamedTuple):
     of_sums: Randomness | None = None
 
 
-States = tuple[Any, Any]
+States = tuple[delayed_scaling.State | None, Any]
 """The state of delayed scaling, and telemetry's Probe, of a product; or None."""
 
 

@@ -15,7 +15,7 @@ from jaxlowprec import wiring
 from jaxlowprec.arrays.quantized_array import QuantizedArray
 from jaxlowprec.ops.checks import no_derivative, wider_dtype
 from jaxlowprec.ops.sum_over_rows import sum_over_rows_op
-from jaxlowprec.wiring.sharding_rule import resharded
+from jaxlowprec.wiring.sharding_rule import ShardingLike, resharded
 
 QUANTIZED_INPUT = "jaxlowprec_quantized_input"
 """The checkpoint_name of data, scale, amax and drawn signs of the input, in the form that the backward pass reads."""
@@ -100,7 +100,7 @@ def plain_matmul(
     a: jax.Array,
     b: jax.Array,
     out_dtype: jax.typing.DTypeLike,
-    out_sharding: Any = None,
+    out_sharding: ShardingLike = None,
     precision: jax.lax.PrecisionLike = None,
 ) -> jax.Array:
     """a [..., M, K] @ b [..., K, N] in high precision, accumulated in float32."""
@@ -114,7 +114,7 @@ def plain_wgrad(
     dy: jax.Array,
     rows_split: bool,
     out_dtype: jax.typing.DTypeLike,
-    out_sharding: Any = None,
+    out_sharding: ShardingLike = None,
     precision: jax.lax.PrecisionLike = None,
 ) -> jax.Array:
     """x [..., T, K] transposed @ dy [..., T, N], as `plain_matmul`; `rows_split`: also sums over the axis before T."""
@@ -125,7 +125,7 @@ def plain_wgrad(
 
 
 def bias_gradient(
-    dy: jax.Array | None, marker: jax.Array | None, sharding: Any, row_sums: jax.Array | None = None
+    dy: jax.Array | None, marker: jax.Array | None, sharding: ShardingLike, row_sums: jax.Array | None = None
 ) -> jax.Array | None:
     """The gradient of a bias that is added to every row, in float32.
 

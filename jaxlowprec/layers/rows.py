@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxlowprec.arrays.quantized_array import QuantizedArray
 from jaxlowprec.layers import residuals
 from jaxlowprec.layers.operands import amaxes_both_ways, both_ways, for_both_ways, groups_both_ways
 from jaxlowprec.ops.amax import Amaxes
@@ -29,7 +30,7 @@ from jaxlowprec.ops.grouped_matmul.quantize_op import over_batches
 from jaxlowprec.ops.scaled_matmul.api import scaled_matmul_of_rows
 from jaxlowprec.ops.sums.kinds import IN_FLOAT32, SumOverDevices
 from jaxlowprec.recipes.roles import Role
-from jaxlowprec.wiring.sharding_rule import resharded
+from jaxlowprec.wiring.sharding_rule import ShardingLike, resharded
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,12 +47,12 @@ class AllRows:
 
     def both_ways(
         self,
-        x: Any,
+        x: jax.Array,
         row: Role | None,
         column: Role | None,
         *,
         words: jax.Array | None = None,
-        amax: Any = None,
+        amax: tuple[jax.Array, jax.Array] | None = None,
         encode: jax.Array | None = None,
         sign_key: jax.Array | None = None,
         row_sign_key: jax.Array | None = None,
@@ -70,11 +71,11 @@ class AllRows:
 
     def by_weight(
         self,
-        a: Any,
-        b: Any,
+        a: QuantizedArray,
+        b: QuantizedArray,
         bias: jax.Array | None,
         out_dtype: jax.typing.DTypeLike,
-        sharding: Any,
+        sharding: ShardingLike,
         sums: SumOverDevices = IN_FLOAT32,
     ) -> jax.Array:
         """a, quantised rowwise, times b, quantised along the same axis. `sums`: see `SumOverDevices`."""
@@ -82,10 +83,10 @@ class AllRows:
 
     def wgrad(
         self,
-        x: Any,
-        dy: Any,
+        x: QuantizedArray,
+        dy: QuantizedArray,
         out_dtype: jax.typing.DTypeLike,
-        sharding: Any,
+        sharding: ShardingLike,
         total: jax.Array | None = None,
         sums: SumOverDevices = IN_FLOAT32,
     ) -> jax.Array:
@@ -94,11 +95,11 @@ class AllRows:
 
     def _multiply(
         self,
-        a: Any,
-        b: Any,
+        a: QuantizedArray,
+        b: QuantizedArray,
         bias: jax.Array | None,
         out_dtype: jax.typing.DTypeLike,
-        sharding: Any,
+        sharding: ShardingLike,
         sums: SumOverDevices,
         accumulate: jax.Array | None = None,
     ) -> Any:
@@ -106,11 +107,15 @@ class AllRows:
         options["preferred_element_type"] = out_dtype
         return scaled_matmul_of_rows(a, b, bias, rows_split=self.split, accumulate=accumulate, **options)
 
-    def plain_by_weight(self, x: Any, w: jax.Array, out_dtype: jax.typing.DTypeLike, sharding: Any) -> jax.Array:
+    def plain_by_weight(
+        self, x: jax.Array, w: jax.Array, out_dtype: jax.typing.DTypeLike, sharding: ShardingLike
+    ) -> jax.Array:
         """x times w in high precision, accumulated in float32."""
         return residuals.plain_matmul(x, w, out_dtype, sharding, self.precision)
 
-    def plain_wgrad(self, x: Any, dy: Any, out_dtype: jax.typing.DTypeLike, sharding: Any) -> jax.Array:
+    def plain_wgrad(
+        self, x: jax.Array | QuantizedArray, dy: jax.Array, out_dtype: jax.typing.DTypeLike, sharding: ShardingLike
+    ) -> jax.Array:
         """x transposed times dy, likewise; x may be quantised."""
         x = residuals.decoded(x, dy.dtype)
         return residuals.plain_wgrad(x, dy, self.split, out_dtype, sharding, self.precision)
@@ -122,7 +127,7 @@ class AllRows:
         return y + jnp.expand_dims(bias.astype(jnp.float32), tuple(range(y.ndim - 1)))
 
     def bias_gradient(
-        self, dy: jax.Array | None, marker: jax.Array | None, sharding: Any, row_sums: jax.Array | None = None
+        self, dy: jax.Array | None, marker: jax.Array | None, sharding: ShardingLike, row_sums: jax.Array | None = None
     ) -> jax.Array | None:
         """See `residuals.bias_gradient`; `row_sums`: those of dy, if they are known."""
         return residuals.bias_gradient(dy, marker, sharding, row_sums)
@@ -142,12 +147,12 @@ class RowsInGroups:
 
     def both_ways(
         self,
-        x: Any,
+        x: jax.Array,
         row: Role | None,
         column: Role | None,
         *,
         words: jax.Array | None = None,
-        amax: Any = None,
+        amax: tuple[jax.Array, jax.Array] | None = None,
         encode: jax.Array | None = None,
         sign_key: jax.Array | None = None,
         row_sign_key: jax.Array | None = None,
@@ -166,11 +171,11 @@ class RowsInGroups:
 
     def by_weight(
         self,
-        a: Any,
-        b: Any,
+        a: GroupedQuantizedArray,
+        b: QuantizedArray,
         bias: jax.Array | None,
         out_dtype: jax.typing.DTypeLike,
-        sharding: Any,
+        sharding: ShardingLike,
         sums: SumOverDevices = IN_FLOAT32,
     ) -> jax.Array:
         """See `AllRows.by_weight`; sums of groups are in float32."""
@@ -179,10 +184,10 @@ class RowsInGroups:
 
     def wgrad(
         self,
-        x: Any,
-        dy: Any,
+        x: GroupedQuantizedArray,
+        dy: GroupedQuantizedArray,
         out_dtype: jax.typing.DTypeLike,
-        sharding: Any,
+        sharding: ShardingLike,
         total: jax.Array | None = None,
         sums: SumOverDevices = IN_FLOAT32,
     ) -> jax.Array:
@@ -190,11 +195,19 @@ class RowsInGroups:
         del sums
         return resharded(multiply_within_groups(x, dy, out_dtype, precision=self.precision, accumulate=total), sharding)
 
-    def plain_by_weight(self, x: Any, w: jax.Array, out_dtype: jax.typing.DTypeLike, sharding: Any) -> jax.Array:
+    def plain_by_weight(
+        self, x: jax.Array, w: jax.Array, out_dtype: jax.typing.DTypeLike, sharding: ShardingLike
+    ) -> jax.Array:
         """See `AllRows.plain_by_weight`."""
         return resharded(plain.plain_rows(x, w, self.sizes, out_dtype, self.precision), sharding)
 
-    def plain_wgrad(self, x: Any, dy: Any, out_dtype: jax.typing.DTypeLike, sharding: Any) -> jax.Array:
+    def plain_wgrad(
+        self,
+        x: jax.Array | GroupedQuantizedArray,
+        dy: jax.Array,
+        out_dtype: jax.typing.DTypeLike,
+        sharding: ShardingLike,
+    ) -> jax.Array:
         """See `AllRows.plain_wgrad`: [..., E, K, N]."""
         x = dequantize_groups(x, dy.dtype) if isinstance(x, GroupedQuantizedArray) else x.astype(dy.dtype)
         return resharded(plain.plain_wgrad(x, dy, self.sizes, out_dtype, self.precision), sharding)
@@ -204,7 +217,7 @@ class RowsInGroups:
         return y if bias is None else y + bias_of_rows(bias.astype(jnp.float32), self.sizes, y.shape[-2])
 
     def bias_gradient(
-        self, dy: jax.Array, marker: jax.Array | None, sharding: Any, row_sums: jax.Array | None = None
+        self, dy: jax.Array, marker: jax.Array | None, sharding: ShardingLike, row_sums: jax.Array | None = None
     ) -> jax.Array | None:
         """The sum over each group's rows in float32, [..., E, N]. It is never known before."""
         if marker is None:

@@ -29,7 +29,7 @@ from jaxlowprec.ops.quantize.random_bits import check_key
 from jaxlowprec.ops.split_rows import merged_rows
 from jaxlowprec.recipes.autocast import FROM_CONTEXT
 from jaxlowprec.recipes.roles import Recipe
-from jaxlowprec.wiring.sharding_rule import resharded, sharding_of
+from jaxlowprec.wiring.sharding_rule import ShardingLike, resharded, sharding_of
 
 
 class Layer(NamedTuple):
@@ -55,7 +55,7 @@ class Layer(NamedTuple):
             "precision": self.precision,
         }
 
-    def alone(self, x: Any, out_sharding: Any = None) -> tuple[jax.Array, Any]:
+    def alone(self, x: Any, out_sharding: ShardingLike = None) -> tuple[jax.Array, Any]:
         """The layer's own product, and its state for the next call, or None."""
         options: Any = {**self.settings, "quantized_kernel": self.quantized_kernel, "out_sharding": out_sharding}
         y = linear(x, self.kernel, self.bias, **options)
@@ -145,7 +145,7 @@ def linears(
 
 
 def linears_of(
-    who: str, x: jax.Array | Norm, layers: Sequence[Layer], out_sharding: Any = None
+    who: str, x: jax.Array | Norm, layers: Sequence[Layer], out_sharding: ShardingLike = None
 ) -> tuple[tuple[jax.Array, ...], jax.Array | None, tuple[Any, ...]]:
     """The products of x by each layer's kernel, the sum of a norm with a residual, and the states for the next call.
 
@@ -163,7 +163,9 @@ def linears_of(
     return ys, total, states
 
 
-def _by_loaded(who: str, x: jax.Array, layers: Sequence[Layer], out_sharding: Any) -> tuple[jax.Array, ...] | None:
+def _by_loaded(
+    who: str, x: jax.Array, layers: Sequence[Layer], out_sharding: ShardingLike
+) -> tuple[jax.Array, ...] | None:
     """The products by weights that were all loaded quantised, as one call, whose bytes are those of separate ones.
 
     None if they are something else, or in explicit mode.
@@ -181,7 +183,7 @@ def _by_loaded(who: str, x: jax.Array, layers: Sequence[Layer], out_sharding: An
 
 
 def _shared(
-    who: str, x: jax.Array | Norm, layers: Sequence[Layer], out_sharding: Any
+    who: str, x: jax.Array | Norm, layers: Sequence[Layer], out_sharding: ShardingLike
 ) -> tuple[tuple[jax.Array, ...], jax.Array | None, tuple[Any, ...]] | None:
     """The products, the norm's sum, and states; None if layers cannot share their input."""
     if alone_in_any_case(layers):

@@ -43,7 +43,7 @@ from jaxlowprec.ops.weight_only_matmul.api import weight_only_matmuls
 from jaxlowprec.ops.weight_only_matmul.op import weight_only_dgrad
 from jaxlowprec.recipes.roles import Recipe, Roles, StraightThrough
 from jaxlowprec.telemetry.probes import Probe
-from jaxlowprec.wiring.sharding_rule import sharding_of
+from jaxlowprec.wiring.sharding_rule import ShardingLike, sharding_of
 
 
 class WeightServing(NamedTuple):
@@ -82,7 +82,7 @@ class _WeightOnlySpec:
     served: WeightServing
     out_dtype: jax.typing.DTypeLike
     shardings: tuple[Any, Any, Any]
-    out_sharding: Any
+    out_sharding: ShardingLike
     rows_split: bool
     precision: jax.lax.PrecisionLike
 
