@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypedDict
 
 import jax
 import jax.numpy as jnp
@@ -68,6 +68,16 @@ def alike(row: Role | None, column: Role | None) -> bool:
     if row is None or column is None or row.hadamard is not None:
         return False
     return (row.format, row.rounding) == (column.format, column.rounding)
+
+
+class FormOptions(TypedDict, total=False):
+    """Options of `both_ways` for rows of every kind, see there."""
+
+    words: jax.Array | None
+    amax: tuple[jax.Array, jax.Array] | None
+    encode: jax.Array | None
+    sign_key: jax.Array | None
+    row_sign_key: jax.Array | None
 
 
 def both_ways(

@@ -24,7 +24,7 @@ from jaxlowprec.arrays import serialised
 from jaxlowprec.arrays.quantized_array import QuantizedArray
 from jaxlowprec.layers import delayed_scaling
 from jaxlowprec.layers.measured import measured_backward, measured_forward
-from jaxlowprec.layers.operands import Gemms, amaxes_of, role_of, weight_both_ways
+from jaxlowprec.layers.operands import FormOptions, Gemms, amaxes_of, role_of, weight_both_ways
 from jaxlowprec.layers.residuals import (
     QUANTIZED_INPUT,
     QUANTIZED_WEIGHT,
@@ -243,9 +243,10 @@ def quantized_input(
             words = randomness.words_of_input(lambda: rows.amax(x) if amaxes is None else amaxes[0])
         if column is not None and signs is not None:
             key = signs.words_for(lambda: rows.amax(x))
-        given: Any = {"words": words, "encode": encode, "sign_key": key}
+        given: FormOptions = {"words": words, "encode": encode, "sign_key": key}
         if row is None or column is None or not spec.requantizes("input"):
-            return QuantizedInput(x, *rows.both_ways(x, row, column, amax=amaxes, **given))
+            in_one_pass: FormOptions = {**given, "amax": amaxes}
+            return QuantizedInput(x, *rows.both_ways(x, row, column, **in_one_pass))
         x_row = rows.both_ways(x, row, None, amax=amaxes, encode=encode)[0]
         return QuantizedInput(x, x_row, rows.both_ways(decoded(x_row, jnp.bfloat16), None, column, **given)[1])
 
@@ -338,17 +339,16 @@ def _quantized_gradient(
     """The gradient of the result row- and columnwise, as dgrad and wgrad need it. w and x, which these read, have the
     signs of their rotations if they are drawn."""
     rows, weight_learns = rows_of(spec, kept.sizes), kept.dtype_markers[0] is not None
-    row, column = role_of(spec.dgrad, 0), role_of(spec.wgrad, 1)
+    row, column = role_of(spec.dgrad, 0), role_of(spec.wgrad, 1, weight_learns)
     amaxes = amaxes or rows.amaxes(dy, amaxes_of_gradient(spec))
     words = None
     if kept.randomness is not None:
         words = kept.randomness.words_for(lambda: rows.amax(dy) if amaxes is None else amaxes[0])
     encode = _encode_scale(spec, kept.state, "output_grad")
-    column = column if weight_learns else None
     signs = x.signs if isinstance(x, QuantizedArray) and column is not None else None
     row_signs = w.signs if isinstance(w, QuantizedArray) and row is not None else None
-    options: Any = {"words": words, "amax": amaxes, "encode": encode}
-    return rows.both_ways(dy, row, column, sign_key=signs, row_sign_key=row_signs, **options)
+    of_gradient: FormOptions = {"words": words, "amax": amaxes, "encode": encode}
+    return rows.both_ways(dy, row, column, **(of_gradient | {"sign_key": signs, "row_sign_key": row_signs}))
 
 
 def backward(

@@ -6,14 +6,14 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
 
 from jaxlowprec.arrays.quantized_array import QuantizedArray
 from jaxlowprec.layers import residuals
-from jaxlowprec.layers.operands import amaxes_both_ways, both_ways, for_both_ways, groups_both_ways
+from jaxlowprec.layers.operands import FormOptions, amaxes_both_ways, both_ways, for_both_ways, groups_both_ways
 from jaxlowprec.ops.amax import Amaxes
 from jaxlowprec.ops.amax import amax as tensor_amax
 from jaxlowprec.ops.dequantize import dequantize_rows
@@ -46,20 +46,10 @@ class AllRows:
     precision: jax.lax.PrecisionLike
 
     def both_ways(
-        self,
-        x: jax.Array,
-        row: Role | None,
-        column: Role | None,
-        *,
-        words: jax.Array | None = None,
-        amax: tuple[jax.Array, jax.Array] | None = None,
-        encode: jax.Array | None = None,
-        sign_key: jax.Array | None = None,
-        row_sign_key: jax.Array | None = None,
+        self, x: jax.Array, row: Role | None, column: Role | None, **options: Unpack[FormOptions]
     ) -> tuple[Any, Any]:
         """See `operands.both_ways`."""
-        options: Any = {"rows_split": self.split, "sign_key": sign_key, "row_sign_key": row_sign_key}
-        return both_ways(x, row, column, words=words, amax=amax, encode=encode, **options)
+        return both_ways(x, row, column, rows_split=self.split, **options)
 
     def amaxes(self, x: jax.Array, wanted: Amaxes | None) -> tuple[jax.Array, jax.Array] | None:
         """The amaxes of x rowwise and columnwise, as `both_ways` takes them; None if none are wanted."""
@@ -146,20 +136,11 @@ class RowsInGroups:
     precision: jax.lax.PrecisionLike
 
     def both_ways(
-        self,
-        x: jax.Array,
-        row: Role | None,
-        column: Role | None,
-        *,
-        words: jax.Array | None = None,
-        amax: tuple[jax.Array, jax.Array] | None = None,
-        encode: jax.Array | None = None,
-        sign_key: jax.Array | None = None,
-        row_sign_key: jax.Array | None = None,
+        self, x: jax.Array, row: Role | None, column: Role | None, **options: Unpack[FormOptions]
     ) -> tuple[Any, Any]:
         """See `operands.groups_both_ways`."""
-        del sign_key, row_sign_key  # groups have no drawn signs
-        return groups_both_ways(x, self.sizes, row, column, words=words, amaxes=amax, encode=encode)
+        own: Any = {"words": options.get("words"), "amaxes": options.get("amax"), "encode": options.get("encode")}
+        return groups_both_ways(x, self.sizes, row, column, **own)  # groups have no drawn signs
 
     def amaxes(self, x: jax.Array, wanted: Amaxes | None) -> tuple[jax.Array, jax.Array] | None:
         """See `AllRows.amaxes`: [..., E]."""
