@@ -14,18 +14,35 @@ RECIPE = jlp.DelayedScaling()
 OF_THE_CALLER = {"quantize_params"}  # returns the caller's own tree of parameters, of whatever type that is
 
 
-def results() -> Iterator[tuple[str, str]]:
-    """The annotated result of each signature of the public functions, by the function's name."""
+def signatures() -> Iterator[tuple[Any, Any]]:
+    """Each public function with itself and with each of its overloads."""
     for module in (jlp, jlp.ops):
         for name in module.__all__:
             function: Callable[..., Any] = inspect.unwrap(getattr(module, name))
             if inspect.isfunction(function):
-                for signature in (function, *get_overloads(function)):
-                    yield name, str(signature.__annotations__.get("return", "Any"))
+                yield from ((function, signature) for signature in (function, *get_overloads(function)))
+
+
+def arguments(signature: Callable[..., Any]) -> set[str]:
+    """The names of the arguments, those of a TypedDict of options included."""
+    names = set(inspect.signature(signature).parameters)
+    options = str(signature.__annotations__.get("options", ""))
+    if options.startswith("Unpack["):
+        names |= set(signature.__globals__[options[len("Unpack[") : -1]].__annotations__)
+        names.remove("options")
+    return names
 
 
 def test_public_functions_say_what_they_return():
-    assert {name for name, result in results() if result == "Any"} == OF_THE_CALLER
+    results = {(f.__name__, str(signature.__annotations__.get("return", "Any"))) for f, signature in signatures()}
+    assert {name for name, result in results if result == "Any"} == OF_THE_CALLER
+
+
+def test_overloads_take_every_argument():
+    overloaded = [(f, signature) for f, signature in signatures() if f is not signature]
+    assert {f.__name__ for f, _ in overloaded} >= {"linear", "dot_general", "einsum", "mlp", "rms_norm"}
+    for function, signature in overloaded:
+        assert arguments(signature) == arguments(function), function.__name__
 
 
 def test_a_state_changes_the_result() -> None:
