@@ -133,8 +133,6 @@ def quantize(
         if fmt.tiles:
             needs = f"{type(fmt).__name__}(block=(1, {fmt.length}))"
             raise ValueError(f"{who}: x is a vector; {fmt} has two-dimensional blocks: use {needs}")
-        options: dict[str, Any] = {"encode_scale": encode_scale, "offset": offset, "axis_name": axis_name}
-        options["sign_key"] = sign_key
         row = quantize(
             x[None],
             fmt,
@@ -144,7 +142,10 @@ def quantize(
             key=key,
             amax=amax,
             implementation=implementation,
-            **options,
+            encode_scale=encode_scale,
+            offset=offset,
+            axis_name=axis_name,
+            sign_key=sign_key,
         )
         scale = row.scale if fmt.scaling == "tensor" else row.scale[0]
         own: Any = row.amax
