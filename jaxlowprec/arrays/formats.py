@@ -231,7 +231,7 @@ class NVFP4(Format):
     scaling = "two_level"
     scale_dtype = jnp.float8_e4m3fn
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         self._check("block", ((1, BLOCK), (BLOCK, BLOCK)))
         self._check("scale_rule", ("six", "four_over_six", "four_over_six_mse", "search"))
         a_flag(type(self).__name__, row_scaled=self.row_scaled)
@@ -270,7 +270,7 @@ class MXFP8(Format):
     scaling = "e8m0"
     scale_dtype = jnp.float8_e8m0fnu
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         self._check("element", ("e4m3", "e5m2"))
         self._check("block", ((1, 32), (32, 32)))
         self._check("scale_rule", ("up", "floor", "even"))
@@ -295,7 +295,7 @@ class MXFP4(Format):
     scaling = "e8m0"
     scale_dtype = jnp.float8_e8m0fnu
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         self._check("block", ((1, 32), (32, 32)))
         self._check("scale_rule", ("up", "floor", "even"))
 
@@ -323,7 +323,7 @@ class Float8Block(Format):
     scaling = "float32"
     scale_dtype = jnp.float32
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         self._check("element", ("e4m3", "e5m2"))
         self._check("block", ((1, 128), (128, 128)))
         self._check_float32_scale()
@@ -350,7 +350,7 @@ class Float8Tensor(Format):
     scaling = "tensor"
     scale_dtype = jnp.float32
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         self._check("element", ("e4m3", "e5m2"))
         self._check_float32_scale()
 
@@ -385,7 +385,7 @@ class Int4(Format):
     scaling = "float16"
     weight_only = True
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         size = self.group_size
         if isinstance(size, bool) or not isinstance(size, int | np.integer) or not 1 <= size < 2**31:
             raise ValueError(f"Int4: group_size={shown(size)}; needs a whole number, 1 or more and below 2^31")

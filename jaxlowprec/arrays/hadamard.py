@@ -38,7 +38,7 @@ class Hadamard:
     size: int = 16
     signs: tuple[int, ...] | Literal["drawn"] | None = DEFAULT_SIGNS
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         one_of("Hadamard", "size", self.size, 16, 32, 64, 128, 256)
         if self.signs is None or (self.signs is DEFAULT_SIGNS and self.size == len(DEFAULT_SIGNS)):
             return

@@ -141,7 +141,7 @@ def to_compact(q: QuantizedArray) -> tuple[Array, Array]:
 
 
 def from_compact(
-    data: Array, scale: Array, fmt: Format, *, axis: int = -1, dtype: Any = jnp.bfloat16
+    data: Array, scale: Array, fmt: Format, *, axis: int = -1, dtype: jax.typing.DTypeLike = jnp.bfloat16
 ) -> QuantizedArray:
     """The inverse of `to_compact`, for an array that was not rotated.
 

@@ -66,12 +66,12 @@ class QuantizedArray:
     zero_point: jax.Array | None
     format: Any
     matrix_shape: tuple[int, ...]
-    dtype: Any
+    dtype: jax.typing.DTypeLike
     axis: int
     hadamard: Hadamard | None
     signs: jax.Array | None = None
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         who = "QuantizedArray"
         if not isinstance(self.format, Format):
             raise TypeError(f"{who}: format={shown(self.format)}; needs a format such as NVFP4()")
@@ -154,7 +154,7 @@ class QuantizedArray:
             "decode it first: q.dequantize()[index]"
         )
 
-    def dequantize(self, dtype: Any = None) -> jax.Array:
+    def dequantize(self, dtype: jax.typing.DTypeLike | None = None) -> jax.Array:
         """See `jaxlowprec.dequantize`."""
         from jaxlowprec.ops.dequantize import dequantize  # the op builds on this class
 

@@ -19,7 +19,7 @@ a gradient of zeros, which no new value has: its state stays.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -208,7 +208,7 @@ def _largest_mapped(amax: jax.Array, slot: jax.Array) -> jax.Array:
 
 
 @_largest_mapped.def_vmap
-def _(size, batched, amax, slot):
+def _(size: int, batched: Sequence[bool], amax: jax.Array, slot: jax.Array) -> tuple[jax.Array, bool]:
     mapped, own = batched
     if own:
         amax = amax if mapped else jnp.broadcast_to(amax, (size, *amax.shape))
@@ -299,10 +299,10 @@ def combined_by_max(function: Callable[..., Any]) -> Callable[..., Any]:
         raise TypeError(f"combined_by_max: function={shown(function)}; needs a function of a tree of variables")
     from flax.linen.fp8_ops import fm32  # Flax's type; a gradient of it is added by max
 
-    def typed(path, leaf):
+    def typed(path: Any, leaf: Any) -> Any:
         return jax.lax.convert_element_type(leaf, fm32) if is_state(path) else leaf
 
-    def call(variables, *args, **kwargs):
+    def call(variables: Any, *args: Any, **kwargs: Any) -> Any:
         return function(jax.tree_util.tree_map_with_path(typed, variables), *args, **kwargs)
 
     return call
@@ -322,11 +322,11 @@ def _by_nan(numbers: jax.Array) -> jax.Array:
 
 
 @functools.cache
-def _op():
-    def outputs(numbers):
+def _op() -> wiring.Op:
+    def outputs(numbers: jax.Array) -> wiring.Shapes:
         return [(numbers.shape[:-1], jnp.float32)]
 
-    def or_error(numbers):
+    def or_error(numbers: jax.Array) -> Sequence[jax.Array]:
         results = [jax.ShapeDtypeStruct(*result) for result in outputs(numbers)]
         return jax.ffi.ffi_call("jaxlowprec_intact_state", results)(numbers)
 

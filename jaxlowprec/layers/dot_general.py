@@ -8,17 +8,19 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, Unpack, overload
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
 from jaxlowprec.arguments import a_dtype
 from jaxlowprec.arrays.quantized_array import QuantizedArray
 from jaxlowprec.layers.delayed_scaling import State
 from jaxlowprec.layers.layer_call import LayerCall, layer_call
-from jaxlowprec.layers.low_rank import Adapter, LoRAKernel, add_product, check_adapter, is_quantized
+from jaxlowprec.layers.low_rank import Adapter, LoRAKernel, add_adapter, add_product, check_adapter, is_quantized
+from jaxlowprec.layers.options import DotGeneralOptions, DotOptions, EinsumOptions, LayerSettings
 from jaxlowprec.layers.product import QuantizedKernel
 from jaxlowprec.layers.residuals import in_profiles, tag_product
 from jaxlowprec.layers.subscripts import KernelAxes, contracted_names, kernel_axes, parse, reduce_alone
@@ -33,25 +35,51 @@ from jaxlowprec.ops.checks import (
 )
 from jaxlowprec.recipes.autocast import FROM_CONTEXT
 from jaxlowprec.recipes.roles import Recipe
-from jaxlowprec.wiring.sharding_rule import resharded
+from jaxlowprec.wiring.sharding_rule import ShardingLike, resharded
 
 DimensionNumbers = tuple[tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequence[int]]]
+
+
+@overload
+def dot_general(
+    lhs: Float[Array, "..."],
+    rhs: Float[Array, "..."] | QuantizedArray | LoRAKernel | None,
+    dimension_numbers: DimensionNumbers,
+    precision: jax.lax.PrecisionLike = None,
+    preferred_element_type: jax.typing.DTypeLike | None = None,
+    *,
+    state: None = None,
+    **options: Unpack[DotGeneralOptions],
+) -> Float[Array, "..."]: ...
+
+
+@overload
+def dot_general(
+    lhs: Float[Array, "..."],
+    rhs: Float[Array, "..."] | QuantizedArray | LoRAKernel | None,
+    dimension_numbers: DimensionNumbers,
+    precision: jax.lax.PrecisionLike = None,
+    preferred_element_type: jax.typing.DTypeLike | None = None,
+    *,
+    state: State,
+    **options: Unpack[DotGeneralOptions],
+) -> tuple[Float[Array, "..."], State]: ...
 
 
 def dot_general(
     lhs: Float[Array, "..."],
     rhs: Float[Array, "..."] | QuantizedArray | LoRAKernel | None,
     dimension_numbers: DimensionNumbers,
-    precision: Any = None,
-    preferred_element_type: Any = None,
+    precision: jax.lax.PrecisionLike = None,
+    preferred_element_type: jax.typing.DTypeLike | None = None,
     *,
-    out_sharding: Any = None,
+    out_sharding: NamedSharding | PartitionSpec | None = None,
     recipe: Recipe | None = FROM_CONTEXT,
     key: jax.Array | None = None,
     quantized_kernel: QuantizedKernel | None = None,
     name: str = "",
     state: State | None = None,
-) -> Any:
+) -> Float[Array, "..."] | tuple[Float[Array, "..."], State]:
     """`jax.lax.dot_general` with its three GEMMs quantised as the recipe says; without a recipe it is that function.
 
     Any contraction and batch dimensions work. Each slice of the batch dimensions is quantised with its own amax and
@@ -79,12 +107,17 @@ def dot_general(
     (4, 8, 16)
     """
     who = "dot_general"
-    options = {"precision": precision, "preferred_element_type": preferred_element_type, "out_sharding": out_sharding}
+    options: DotOptions = {
+        "precision": precision,
+        "preferred_element_type": preferred_element_type,
+        "out_sharding": out_sharding,
+    }
     _check_options(who, preferred_element_type, out_sharding)
-    settings: Any = {"recipe": recipe, "key": key, "name": name, "state": state, "precision": precision}
+    settings: LayerSettings = {"recipe": recipe, "key": key, "name": name, "state": state, "precision": precision}
     if isinstance(rhs, LoRAKernel):
-        settings |= {"quantized_kernel": quantized_kernel} | options
-        y = dot_general(lhs, rhs.kernel, dimension_numbers, **settings)
+        again: Any = {**settings, **options, "quantized_kernel": quantized_kernel}
+        y: Any = dot_general(lhs, rhs.kernel, dimension_numbers, **again)
+        out_state: Any
         y, out_state = (y, None) if state is None else y
         y = add_product(y, *_adapted(who, lhs, rhs, dimension_numbers), name)
         return y if state is None else (y, out_state)
@@ -118,7 +151,7 @@ def _adapted(who: str, lhs: jax.Array, rhs: LoRAKernel, given: DimensionNumbers)
     return x, adapter
 
 
-def _check_options(who: str, preferred_element_type: Any, out_sharding: Any) -> None:
+def _check_options(who: str, preferred_element_type: jax.typing.DTypeLike | None, out_sharding: ShardingLike) -> None:
     """Raises for options that JAX would refuse, too; without a recipe JAX also accepts dtypes other than floats."""
     a_sharding(who, "out_sharding", out_sharding)
     if preferred_element_type is not None:
@@ -126,7 +159,7 @@ def _check_options(who: str, preferred_element_type: Any, out_sharding: Any) -> 
 
 
 def _dot_general(
-    call: LayerCall, lhs: jax.Array, rhs: jax.Array | None, given: DimensionNumbers, options: dict[str, Any]
+    call: LayerCall, lhs: jax.Array, rhs: jax.Array | None, given: DimensionNumbers, options: DotOptions
 ) -> tuple[jax.Array, State | None]:
     """The product, and the state of delayed scaling if there is one."""
     who, quantized_kernel = call.who, call.quantized
@@ -196,7 +229,7 @@ def linear_general(
     kernel_batch = tuple(range(len(batch_dims)))
     kernel_contract = tuple(range(len(batch_dims), len(batch_dims) + len(contract_dims)))
     dims = ((contract_dims, kernel_contract), (batch_dims, kernel_batch))
-    y = dot_general(inputs, kernel, dims, state=state, **options)
+    y: Any = dot_general(inputs, kernel, dims, state=state, **options)
     y, out_state = (y, None) if state is None else y
     y = y.reshape(*y.shape[: inputs.ndim - len(contract_dims)], *features)
     if bias is not None:
@@ -226,17 +259,35 @@ def _as_matrices(
     return batch_shape, free_shape, x.reshape(*batch_shape, *sizes)
 
 
+@overload
 def einsum(
     subscripts: str,
     *operands: Float[Array, "..."] | QuantizedArray | LoRAKernel,
-    precision: Any = None,
-    preferred_element_type: Any = None,
-    out_sharding: Any = None,
+    state: None = None,
+    **options: Unpack[EinsumOptions],
+) -> Float[Array, "..."]: ...
+
+
+@overload
+def einsum(
+    subscripts: str,
+    *operands: Float[Array, "..."] | QuantizedArray | LoRAKernel,
+    state: State,
+    **options: Unpack[EinsumOptions],
+) -> tuple[Float[Array, "..."], State]: ...
+
+
+def einsum(
+    subscripts: str,
+    *operands: Float[Array, "..."] | QuantizedArray | LoRAKernel,
+    precision: jax.lax.PrecisionLike = None,
+    preferred_element_type: jax.typing.DTypeLike | None = None,
+    out_sharding: NamedSharding | PartitionSpec | None = None,
     recipe: Recipe | None = FROM_CONTEXT,
     key: jax.Array | None = None,
     name: str = "",
     state: State | None = None,
-) -> Any:
+) -> Float[Array, "..."] | tuple[Float[Array, "..."], State]:
     """`jnp.einsum` of two operands, its three GEMMs quantised as the recipe says; without a recipe it is that function.
 
     A product that contracts nothing is not a GEMM and stays in high precision.
@@ -257,9 +308,13 @@ def einsum(
     (2, 8, 4, 16)
     """
     who = "einsum"
-    options = {"precision": precision, "preferred_element_type": preferred_element_type, "out_sharding": out_sharding}
+    options: DotOptions = {
+        "precision": precision,
+        "preferred_element_type": preferred_element_type,
+        "out_sharding": out_sharding,
+    }
     _check_options(who, preferred_element_type, out_sharding)
-    settings: Any = {"recipe": recipe, "key": key, "name": name, "state": state, "precision": precision}
+    settings: LayerSettings = {"recipe": recipe, "key": key, "name": name, "state": state, "precision": precision}
     return _einsum_call(subscripts, operands, None, options, settings)
 
 
@@ -269,9 +324,9 @@ def einsum_of_layer(
     kernel: Any,
     kernel_shape: Sequence[int],
     *,
-    preferred_element_type: Any = None,
-    out_sharding: Any = None,
-    precision: Any = None,
+    preferred_element_type: jax.typing.DTypeLike | None = None,
+    out_sharding: ShardingLike = None,
+    precision: jax.lax.PrecisionLike = None,
     **settings: Any,
 ) -> Any:
     """`einsum` of a layer that knows the shape of its kernel: one that is quantised stands for that kernel's matrices.
@@ -281,24 +336,28 @@ def einsum_of_layer(
     Arguments:
         kernel_shape: that of the kernel as an array.
     """
-    options = {"precision": precision, "preferred_element_type": preferred_element_type, "out_sharding": out_sharding}
+    options: DotOptions = {
+        "precision": precision,
+        "preferred_element_type": preferred_element_type,
+        "out_sharding": out_sharding,
+    }
     _check_options("einsum", preferred_element_type, out_sharding)
-    settings |= {"precision": precision}
-    return _einsum_call(subscripts, (x, kernel), tuple(kernel_shape), options, settings)
+    of_call: Any = settings | {"precision": precision}
+    return _einsum_call(subscripts, (x, kernel), tuple(kernel_shape), options, of_call)
 
 
 def _einsum_call(
-    subscripts: str, operands: tuple[Any, ...], shape: Any, options: dict[str, Any], settings: dict[str, Any]
+    subscripts: str, operands: tuple[Any, ...], shape: Any, options: DotOptions, settings: LayerSettings
 ) -> Any:
     """The einsum, and the state for the layer's next call if there is one.
 
     Arguments:
         shape: that of a layer's kernel, or None.
     """
-    who, state = "einsum", settings.get("state")
+    who, state = "einsum", settings["state"]
     if len(operands) == 2 and isinstance(operands[1], LoRAKernel):
         x, kernel = operands
-        without = options | {"out_sharding": None}
+        without: DotOptions = {**options, "out_sharding": None}
         y = _einsum_call(subscripts, (x, kernel.kernel), shape, without, settings)
         y, out_state = (y, None) if state is None else y
         y = resharded(add_adapter(y, subscripts, x, kernel, shape, settings["name"]), options["out_sharding"])
@@ -325,7 +384,7 @@ def _einsum_call(
 
 
 def _einsum(
-    call: LayerCall, subscripts: str, operands: tuple[Any, ...], options: dict[str, Any]
+    call: LayerCall, subscripts: str, operands: tuple[Any, ...], options: DotOptions
 ) -> tuple[jax.Array, State | None]:
     """The product, and the state of delayed scaling if there is one."""
     who, state = call.who, call.state
@@ -360,50 +419,8 @@ def _einsum(
     return resharded(y.transpose([names.index(n) for n in out]), options["out_sharding"]), out_state
 
 
-def add_adapter(
-    y: jax.Array, subscripts: str, x: jax.Array, kernel: LoRAKernel, shape: tuple[int, ...] | None, name: str
-) -> jax.Array:
-    """y plus the einsum of x and the product of the kernel's adapter.
-
-    Arguments:
-        shape: that of a layer's kernel, whose adapter is that of its matrices. None: the adapter's product has the
-            elements of the kernel in their order, as `LoRAKernel.merged` adds it.
-    """
-    who = "einsum"
-    check_adapter(who, kernel)
-    sizes = kernel.shape if shape is None else shape
-    (x_names, w_names), out = parse(who, subscripts, x.ndim, len(sizes))
-    if shape is not None:
-        order = kernel_axes(who, subscripts, x.ndim, len(shape)).order
-        w_names, sizes = [w_names[a] for a in order], tuple(shape[a] for a in order)
-    (*batch, k, rank), n = kernel.adapter.a.shape, kernel.adapter.b.shape[-1]
-    first = len(batch)
-    cuts = (c for c in range(first + 1, len(sizes)) if (math.prod(sizes[first:c]), math.prod(sizes[c:])) == (k, n))
-    cut = next(cuts, len(sizes))
-    if sizes[:first] != tuple(batch) or cut == len(sizes):
-        raise ValueError(
-            f"{who}: an adapter {kernel.adapter.a.shape} by {kernel.adapter.b.shape} of a kernel of shape {sizes} in "
-            f"{subscripts!r}; needs [batch..., K, rank] and [batch..., rank, N] whose K and N are whole axes of it"
-        )
-    numbers = {n: i for i, n in enumerate([*dict.fromkeys((*x_names, *w_names)), "rank"])}
-    x_axes, out_axes, of_rank = [numbers[n] for n in x_names], [numbers[n] for n in out], numbers["rank"]
-    of_batch, of_k, of_n = ([numbers[n] for n in part] for part in (w_names[:first], w_names[first:cut], w_names[cut:]))
-    with in_profiles(name, "adapter"):
-        a, b = (factor.astype(x.dtype) for factor in (kernel.adapter.a, kernel.adapter.b))
-        a, b = a.reshape(*sizes[:cut], rank), b.reshape(*sizes[:first], rank, *sizes[cut:])
-        a_axes, b_axes = [*of_batch, *of_k, of_rank], [*of_batch, of_rank, *of_n]
-        contracts_k = set(of_k) <= set(x_axes) - set(out_axes) and not set(of_n) & set(x_axes)
-        if contracts_k and set(of_batch) <= set(x_axes) & set(out_axes):
-            rows = [i for i in out_axes if i not in of_n]
-            down = jnp.einsum(x, x_axes, a, a_axes, [*rows, of_rank])
-            added = jnp.einsum(down, [*rows, of_rank], b, b_axes, out_axes)
-        else:  # K of the adapter is not what the product contracts
-            added = jnp.einsum(x, x_axes, a, a_axes, b, b_axes, out_axes)
-        return (y.astype(jnp.float32) + kernel.adapter.scale * added.astype(jnp.float32)).astype(y.dtype)
-
-
 def _einsum_of_loaded(
-    call: LayerCall, subscripts: str, operands: tuple[Any, ...], shape: Any, options: dict[str, Any]
+    call: LayerCall, subscripts: str, operands: tuple[Any, ...], shape: Any, options: DotOptions
 ) -> tuple[jax.Array, State | None]:
     """The product with a weight that is quantised along its second last axis, and the unchanged state."""
     who, (x, q) = call.who, operands

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +27,7 @@ from jaxlowprec.layers.fused_mlp_product import (
 from jaxlowprec.layers.layer_call import LayerCall
 from jaxlowprec.layers.linear import features_of
 from jaxlowprec.layers.low_rank import LoRAKernel
+from jaxlowprec.layers.options import MlpOptions
 from jaxlowprec.layers.producers import NormedInput
 from jaxlowprec.layers.product import QuantizedKernel
 from jaxlowprec.layers.residuals import QUANTIZED_WEIGHT, in_profiles
@@ -46,7 +47,31 @@ from jaxlowprec.ops.checks import a_sharding, float_array
 from jaxlowprec.ops.norms.api import Norm
 from jaxlowprec.recipes.autocast import FROM_CONTEXT
 from jaxlowprec.recipes.roles import Recipe
-from jaxlowprec.wiring.sharding_rule import resharded
+from jaxlowprec.wiring.sharding_rule import ShardingLike, resharded
+
+
+@overload
+def mlp(
+    x: Float[Array, "*T K"],
+    kernels: Sequence[Float[Array, "I O"] | QuantizedArray | LoRAKernel | None],
+    biases: Sequence[Float[Array, "O"] | None] | None = None,
+    recipe: Recipe | None = FROM_CONTEXT,
+    *,
+    states: None = None,
+    **options: Unpack[MlpOptions],
+) -> Float[Array, "*T N"]: ...
+
+
+@overload
+def mlp(
+    x: Float[Array, "*T K"],
+    kernels: Sequence[Float[Array, "I O"] | QuantizedArray | LoRAKernel | None],
+    biases: Sequence[Float[Array, "O"] | None] | None = None,
+    recipe: Recipe | None = FROM_CONTEXT,
+    *,
+    states: Sequence[delayed_scaling.State | None],
+    **options: Unpack[MlpOptions],
+) -> tuple[Float[Array, "*T N"], tuple[delayed_scaling.State | None, ...]]: ...
 
 
 def mlp(
@@ -62,8 +87,8 @@ def mlp(
     names: Sequence[str] | None = None,
     states: Sequence[delayed_scaling.State | None] | None = None,
     out_sharding: NamedSharding | PartitionSpec | None = None,
-    precision: Any = None,
-) -> Any:
+    precision: jax.lax.PrecisionLike = None,
+) -> Float[Array, "*T N"] | tuple[Float[Array, "*T N"], tuple[delayed_scaling.State | None, ...]]:
     """`linear(activation(linear(x, gate), linear(x, up)), down)`, which keeps little for its backward pass.
 
     The result and the gradients of kernels and biases are those of `linears`, the activation and `linear`, bit for bit
@@ -127,7 +152,7 @@ def mlp_of(
     layers: Sequence[Layer],
     activation: Activation,
     saved: Saved,
-    out_sharding: Any = None,
+    out_sharding: ShardingLike = None,
 ) -> tuple[jax.Array, tuple[Any, ...]]:
     """The MLP of these layers, down's last, and their states for the next call.
 
@@ -185,7 +210,7 @@ def _is_quantized(checked: Sequence[_Checked]) -> bool:
 
 
 def _fused(
-    x: jax.Array | Norm, like: jax.Array, checked: Sequence[_Checked], arguments: _Arguments, out_sharding: Any
+    x: jax.Array | Norm, like: jax.Array, checked: Sequence[_Checked], arguments: _Arguments, out_sharding: ShardingLike
 ) -> tuple[Any, Any]:
     layers, activation, saved = arguments
     *hidden, (down, down_bias, down_call) = checked
@@ -226,7 +251,7 @@ def separate_mlp(x: jax.Array, hidden: Sequence[Any], down: Any, activation: Act
     return down(function(*(layer(x) for layer in hidden)))
 
 
-def _composed(who: str, x: jax.Array, arguments: _Arguments, out_sharding: Any) -> tuple[Any, Any]:
+def _composed(who: str, x: jax.Array, arguments: _Arguments, out_sharding: ShardingLike) -> tuple[Any, Any]:
     """The MLP from separate layers."""
     layers, activation, saved = arguments
     *hidden, down = layers

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, Required, TypedDict
 
 import jax
 
@@ -16,6 +16,7 @@ from jaxlowprec.arguments import shown
 from jaxlowprec.arrays.formats import MXFP8
 from jaxlowprec.layers.operands import for_both_ways
 from jaxlowprec.layers.producers import (
+    NormedInput,
     input_dtype_marker,
     input_gradients,
     inputs_of,
@@ -117,13 +118,22 @@ def called(activation: Callable[..., Any], *operands: jax.Array, who: str = "mlp
     return a
 
 
+class HiddenGradients(TypedDict, total=False):
+    """The gradients of the hidden layer's operands, as arguments of `backward_of_all`: one element for each."""
+
+    dys: Required[Sequence[jax.Array | None]]
+    amaxes: Sequence[Any]
+    quantized: Sequence[Any]
+    row_sums: Sequence[jax.Array] | None
+
+
 def _activation_gradients(
     activation: Activation,
     operands: Sequence[jax.Array],
     dy: jax.Array,
     wanted: Amaxes | None = None,
     row_sums: bool = False,
-) -> dict[str, Any]:
+) -> HiddenGradients:
     """The gradient of each operand, its amaxes as `both_ways` takes them, and its sum over rows if that is wanted: what
     `backward_of_all` takes of products that gave the operands. None: not known."""
     with in_profiles("activation gradient"):
@@ -140,7 +150,9 @@ def operands_of(activation: str) -> int:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _mlp(spec: MlpSpec, x, products: tuple[GemmOperands, ...], states: tuple[States, ...]):
+def _mlp(
+    spec: MlpSpec, x: jax.Array | NormedInput, products: tuple[GemmOperands, ...], states: tuple[States, ...]
+) -> tuple[jax.Array, list[jax.Array]]:
     inputs, further, _ = inputs_of(spec.hidden, x, states[:-1], first=products[0])
     of_scaling = [state for state, _ in states]
     each = zip(spec.hidden, for_each(spec.hidden, inputs), products, of_scaling, strict=False)
@@ -154,8 +166,8 @@ def _input_of_down(
     hidden: Sequence[jax.Array],
     states: States,
     down: GemmOperands | SavedForBackward,
-    find=None,
-    amaxes=None,
+    find: Amaxes | None = None,
+    amaxes: Any = None,
     **wanted: bool,
 ) -> tuple[QuantizedInput, Any]:
     """The activation as the GEMMs of `down` read it, and its amaxes: those that are given, or those to `find`.
@@ -169,10 +181,13 @@ def _input_of_down(
     a, found = activated(spec.activation, hidden, find, rows_of(spec.down, sizes))
     amaxes = amaxes or found
     options: Any = {"sizes": sizes, "randomness": randomness, "signs": down.signs, "amaxes": amaxes}
-    return quantized_input(spec.down, a, states[0], **options, **wanted), amaxes
+    options |= wanted
+    return quantized_input(spec.down, a, states[0], **options), amaxes
 
 
-def _forward(spec: MlpSpec, x, products, states):
+def _forward(
+    spec: MlpSpec, x: jax.Array | NormedInput, products: tuple[GemmOperands, ...], states: tuple[States, ...]
+) -> tuple[tuple[jax.Array, list[jax.Array]], Any]:
     x, products = differentiated_once(x), products_differentiated_once(products)
     state, probe = states[-1]
     inputs, further, made_from = inputs_of(spec.hidden, x, states[:-1], first=products[0], backward=True)
@@ -218,7 +233,9 @@ def _recomputable(
     return [tag_residual(each, QUANTIZED_INPUT) for each in inputs], of_kernels
 
 
-def _backward(spec: MlpSpec, residuals, gradients):
+def _backward(
+    spec: MlpSpec, residuals: Any, gradients: Any
+) -> tuple[Any, tuple[GemmOperands, ...], tuple[States, ...]]:
     kept_inputs, made_from, kept, of_hidden, (amaxes, state, kept_down) = residuals
     dy, of_further = differentiated_once(gradients)
     # The barrier keeps XLA from taking what is computed again here from the forward pass, which would have to keep it.
@@ -236,7 +253,7 @@ def _backward(spec: MlpSpec, residuals, gradients):
 
 def _gradients_of_hidden(
     spec: MlpSpec, kept: Sequence[SavedForBackward], hidden: Sequence[jax.Array], da: jax.Array
-) -> dict[str, Any]:
+) -> HiddenGradients:
     """The gradients of the hidden layer, as keyword arguments of `backward_of_all`."""
     found = quantized_gradients(spec.activation, spec.hidden, kept, hidden, da)
     if found is not None:
@@ -275,13 +292,13 @@ def activated_from_8bit(activation: Activation, operands: tuple[jax.Array, ...])
     return activated(activation, operands)[0]
 
 
-def _forward_8bit(activation: Activation, operands):
+def _forward_8bit(activation: Activation, operands: tuple[jax.Array, ...]) -> tuple[jax.Array, Any]:
     operands = differentiated_once(operands)
     kept = [tag_residual(quantize(x, MXFP8()), QUANTIZED_INPUT) for x in operands]
     return activated(activation, operands)[0], (kept, [dtype_marker(x) for x in operands])
 
 
-def _backward_8bit(activation: Activation, residuals, dy):
+def _backward_8bit(activation: Activation, residuals: Any, dy: jax.Array) -> tuple[Any, ...]:
     kept, markers = residuals
     operands = [x.dequantize(marker.dtype) for x, marker in zip(read(kept), markers, strict=True)]
     return (tuple(_activation_gradients(activation, operands, differentiated_once(dy))["dys"]),)

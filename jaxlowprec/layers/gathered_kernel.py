@@ -114,7 +114,9 @@ def _gathered(axes: Axes, dim: int, kind: SumKind, kernel: jax.Array, words: jax
     return jax.lax.all_gather(kernel, axes, axis=dim, tiled=True)
 
 
-def _gathered_forward(axes, dim, kind, kernel, words):
+def _gathered_forward(
+    axes: Axes, dim: int, kind: SumKind, kernel: jax.Array, words: jax.Array | None
+) -> tuple[jax.Array, jax.Array | None]:
     return _gathered(axes, dim, kind, kernel, words), words
 
 

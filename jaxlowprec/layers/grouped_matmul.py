@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, Unpack, overload
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from jaxlowprec import wiring
@@ -24,6 +25,7 @@ from jaxlowprec.layers import delayed_scaling, weight_only
 from jaxlowprec.layers.layer_call import LayerCall, PreparedProduct, layer_call, randomness_of
 from jaxlowprec.layers.linear import features_of
 from jaxlowprec.layers.measured import measured_weight
+from jaxlowprec.layers.options import GroupedMatmulOptions, LayerSettings
 from jaxlowprec.layers.product import GemmOperands, GemmSpec, QuantizedKernel
 from jaxlowprec.layers.quantized_matmul import quantized_matmuls
 from jaxlowprec.layers.residuals import (
@@ -47,7 +49,33 @@ from jaxlowprec.recipes.autocast import FROM_CONTEXT, resolve
 from jaxlowprec.recipes.fields import IN_FLOAT32
 from jaxlowprec.recipes.roles import Recipe, Roles
 from jaxlowprec.telemetry import probes
-from jaxlowprec.wiring.sharding_rule import resharded, sharding_of
+from jaxlowprec.wiring.sharding_rule import ShardingLike, resharded, sharding_of
+
+
+@overload
+def grouped_matmul(
+    lhs: Float[Array, "T K"],
+    rhs: Float[Array, "E K N"] | QuantizedArray | None,
+    group_sizes: Int[Array, "E"],
+    bias: Float[Array, "E N"] | None = None,
+    recipe: Recipe | None = FROM_CONTEXT,
+    *,
+    state: None = None,
+    **options: Unpack[GroupedMatmulOptions],
+) -> Float[Array, "T N"]: ...
+
+
+@overload
+def grouped_matmul(
+    lhs: Float[Array, "T K"],
+    rhs: Float[Array, "E K N"] | QuantizedArray | None,
+    group_sizes: Int[Array, "E"],
+    bias: Float[Array, "E N"] | None = None,
+    recipe: Recipe | None = FROM_CONTEXT,
+    *,
+    state: delayed_scaling.State,
+    **options: Unpack[GroupedMatmulOptions],
+) -> tuple[Float[Array, "T N"], delayed_scaling.State]: ...
 
 
 def grouped_matmul(
@@ -61,9 +89,9 @@ def grouped_matmul(
     quantized_kernel: QuantizedKernel | None = None,
     name: str = "",
     state: delayed_scaling.State | None = None,
-    preferred_element_type: Any = None,
-    precision: Any = None,
-) -> Any:
+    preferred_element_type: jax.typing.DTypeLike | None = None,
+    precision: jax.lax.PrecisionLike = None,
+) -> Float[Array, "T N"] | tuple[Float[Array, "T N"], delayed_scaling.State]:
     """Each group of rows times its own kernel; operands of the three GEMMs are quantised as the recipe says.
 
     The rows of the groups lie one after the other, without padding; a group may be empty. The result of a group depends
@@ -110,7 +138,7 @@ def grouped_matmul(
     who = "grouped_matmul"
     x = float_array(who, "lhs", lhs)
     sizes = checked_sizes(who, group_sizes, x)
-    settings = {"recipe": recipe, "key": key, "name": name, "state": state, "precision": precision}
+    settings: LayerSettings = {"recipe": recipe, "key": key, "name": name, "state": state, "precision": precision}
     weights, bias, call = checked_groups(who, x, sizes, rhs, bias, quantized_kernel, settings, names=("lhs", "rhs"))
     wanted = x.dtype if preferred_element_type is None else preferred_element_type
     dtype = float_dtype(who, "preferred_element_type", wanted)
@@ -125,7 +153,7 @@ def checked_groups(
     kernels: Any,
     bias: Any,
     quantized: Any,
-    settings: dict[str, Any],
+    settings: LayerSettings,
     *,
     names: tuple[str, str] = ("x", "kernels"),
 ) -> tuple[jax.Array | None, jax.Array | None, LayerCall]:
@@ -153,7 +181,7 @@ def checked_groups(
 
 
 def groups_product(
-    call: LayerCall, x: jax.Array, kernels: jax.Array | None, bias: Any, sizes: jax.Array, dtype: Any
+    call: LayerCall, x: jax.Array, kernels: jax.Array | None, bias: Any, sizes: jax.Array, dtype: jax.typing.DTypeLike
 ) -> tuple[jax.Array, Any]:
     """The product [T, N] of a checked call, and the state for the next one."""
     compute = functools.partial(_product, bias=bias, sizes=sizes, dtype=dtype)
@@ -161,7 +189,9 @@ def groups_product(
     return watched(call, x, kernels, compute, lambda: x.size * features, sizes)
 
 
-def _product(call: LayerCall, x: Any, kernels: Any, bias: Any, sizes: Any, dtype: Any) -> tuple[jax.Array, Any]:
+def _product(
+    call: LayerCall, x: Any, kernels: Any, bias: Any, sizes: Any, dtype: jax.typing.DTypeLike
+) -> tuple[jax.Array, Any]:
     """The product [T, N], and the state of delayed scaling if there is one."""
     who, name, precision = call.who, call.name, call.precision
     roles: Any = None if call.recipe is None else checked_roles(call)
@@ -199,8 +229,8 @@ def prepared_groups(
     kernels: jax.Array | None,
     bias: jax.Array | None,
     sizes: jax.Array,
-    dtype: Any,
-    out_sharding: Any = None,
+    dtype: jax.typing.DTypeLike,
+    out_sharding: ShardingLike = None,
 ) -> PreparedProduct:
     """A product in which rows and weights are quantised. x may be abstract. Sums over devices are in float32."""
     call.check_quantized(kernels)
@@ -221,10 +251,10 @@ def ragged_dot(
     lhs: Float[Array, "T K"],
     rhs: Float[Array, "E K N"] | QuantizedArray,
     group_sizes: Int[Array, "E"],
-    precision: Any = None,
-    preferred_element_type: Any = None,
+    precision: jax.lax.PrecisionLike = None,
+    preferred_element_type: jax.typing.DTypeLike | None = None,
     group_offset: Any = None,
-    out_sharding: Any = None,
+    out_sharding: NamedSharding | PartitionSpec | None = None,
 ) -> Float[Array, "T N"]:
     """Drop-in for `jax.lax.ragged_dot`: `grouped_matmul` under the context's recipe.
 
@@ -333,18 +363,34 @@ class WeightOnlyGroupsSpec:
     """
 
     served: WeightServing
-    out_dtype: Any
+    out_dtype: jax.typing.DTypeLike
     shardings: tuple[Any, Any, Any]
-    precision: Any
+    precision: jax.lax.PrecisionLike
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _weight_only(spec: WeightOnlyGroupsSpec, x, w, bias, q, sizes, probe):
+def _weight_only(
+    spec: WeightOnlyGroupsSpec,
+    x: jax.Array,
+    w: jax.Array | None,
+    bias: jax.Array | None,
+    q: QuantizedArray | None,
+    sizes: jax.Array,
+    probe: probes.Probe | None,
+) -> jax.Array:
     return _weight_only_fprop(spec, x, w, bias, q, sizes)[0]
 
 
-def _weight_only_fprop(spec: WeightOnlyGroupsSpec, x, w, bias, q, sizes):
+def _weight_only_fprop(
+    spec: WeightOnlyGroupsSpec,
+    x: jax.Array,
+    w: jax.Array | None,
+    bias: jax.Array | None,
+    q: QuantizedArray | None,
+    sizes: jax.Array,
+) -> tuple[jax.Array, QuantizedArray]:
     if q is None:
+        assert w is not None
         with in_profiles("quantize weight"):
             q = quantize_weight(w, spec.served.format, spec.served.served_dtype)
     added = None if bias is None else bias.astype(jnp.float32)
@@ -352,7 +398,15 @@ def _weight_only_fprop(spec: WeightOnlyGroupsSpec, x, w, bias, q, sizes):
         return grouped_weight_only(x, q.mT, sizes, added, spec.out_dtype), q
 
 
-def _weight_only_forward(spec: WeightOnlyGroupsSpec, x, w, bias, q, sizes, probe):
+def _weight_only_forward(
+    spec: WeightOnlyGroupsSpec,
+    x: jax.Array,
+    w: jax.Array | None,
+    bias: jax.Array | None,
+    q: QuantizedArray | None,
+    sizes: jax.Array,
+    probe: probes.Probe | None,
+) -> tuple[jax.Array, Any]:
     x, w, bias = differentiated_once((x, w, bias))
     y, q = _weight_only_fprop(spec, x, w, bias, q, sizes)
     markers = tuple(dtype_marker(a) for a in (x, w, bias))
@@ -361,7 +415,7 @@ def _weight_only_forward(spec: WeightOnlyGroupsSpec, x, w, bias, q, sizes, probe
     return tag_product(y), (kept, markers, sizes, found)
 
 
-def _weight_only_backward(spec: WeightOnlyGroupsSpec, residuals, dy):
+def _weight_only_backward(spec: WeightOnlyGroupsSpec, residuals: Any, dy: jax.Array) -> tuple[Any, ...]:
     (x, q, clipped), (x_marker, w_marker, bias_marker), sizes, found = residuals
     x_sharding, w_sharding, bias_sharding = spec.shardings
     rows = RowsInGroups(sizes, spec.precision)

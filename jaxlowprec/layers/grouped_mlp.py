@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Unpack, overload
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
@@ -17,6 +17,7 @@ from jaxlowprec.layers.fused_mlp_product import Activation, MlpSpec, Saved, quan
 from jaxlowprec.layers.grouped_matmul import checked_groups, checked_sizes, groups_product, prepared_groups
 from jaxlowprec.layers.layer_call import LayerCall, PreparedProduct
 from jaxlowprec.layers.linear import features_of
+from jaxlowprec.layers.options import GroupedMlpOptions
 from jaxlowprec.layers.product import QuantizedKernel
 from jaxlowprec.layers.residuals import in_profiles
 from jaxlowprec.layers.shared_input import Layer, check_list, joined, layers_of, share_their_input
@@ -28,6 +29,32 @@ from jaxlowprec.wiring.sharding_rule import sharding_of
 
 _Checked = tuple[Any, Any, LayerCall]
 """A layer's kernels, bias and call."""
+
+
+@overload
+def grouped_mlp(
+    x: Float[Array, "T K"],
+    kernels: Sequence[Float[Array, "E I O"] | QuantizedArray | None],
+    group_sizes: Int[Array, "E"],
+    biases: Sequence[Float[Array, "E O"] | None] | None = None,
+    recipe: Recipe | None = FROM_CONTEXT,
+    *,
+    states: None = None,
+    **options: Unpack[GroupedMlpOptions],
+) -> Float[Array, "T N"]: ...
+
+
+@overload
+def grouped_mlp(
+    x: Float[Array, "T K"],
+    kernels: Sequence[Float[Array, "E I O"] | QuantizedArray | None],
+    group_sizes: Int[Array, "E"],
+    biases: Sequence[Float[Array, "E O"] | None] | None = None,
+    recipe: Recipe | None = FROM_CONTEXT,
+    *,
+    states: Sequence[delayed_scaling.State | None],
+    **options: Unpack[GroupedMlpOptions],
+) -> tuple[Float[Array, "T N"], tuple[delayed_scaling.State | None, ...]]: ...
 
 
 def grouped_mlp(
@@ -43,9 +70,9 @@ def grouped_mlp(
     quantized_kernels: Sequence[QuantizedKernel | None] | None = None,
     names: Sequence[str] | None = None,
     states: Sequence[delayed_scaling.State | None] | None = None,
-    preferred_element_type: Any = None,
-    precision: Any = None,
-) -> Any:
+    preferred_element_type: jax.typing.DTypeLike | None = None,
+    precision: jax.lax.PrecisionLike = None,
+) -> Float[Array, "T N"] | tuple[Float[Array, "T N"], tuple[delayed_scaling.State | None, ...]]:
     """`mlp` of rows in groups, each group by kernels of its own: the experts of a mixture.
 
     The result and the gradients of kernels and biases are those of `grouped_matmul` for gate, up and down with the
@@ -102,7 +129,7 @@ def grouped_mlp_of(
     *,
     activation: Activation,
     saved: Saved,
-    out_dtype: Any,
+    out_dtype: jax.typing.DTypeLike,
 ) -> tuple[jax.Array, tuple[Any, ...]]:
     """The MLP of these layers, down's last, and their states for the next call."""
     sizes = checked_sizes(who, group_sizes, x)
@@ -136,7 +163,12 @@ def _is_quantized(checked: Sequence[_Checked]) -> bool:
 
 
 def _prepared(
-    x: jax.Array, checked: Sequence[_Checked], sizes: jax.Array, activation: Any, saved: Any, out_dtype: Any
+    x: jax.Array,
+    checked: Sequence[_Checked],
+    sizes: jax.Array,
+    activation: Any,
+    saved: Any,
+    out_dtype: jax.typing.DTypeLike,
 ) -> tuple[MlpSpec, list[PreparedProduct]]:
     """The spec of the MLP, and its products."""
     *hidden, (down, down_bias, down_call) = checked
@@ -156,7 +188,13 @@ def _sharding_of_hidden(x: jax.Array, features: Any) -> NamedSharding | None:
 
 
 def _composed(
-    who: str, x: jax.Array, checked: Sequence[_Checked], sizes: jax.Array, activation: Any, saved: Any, dtype: Any
+    who: str,
+    x: jax.Array,
+    checked: Sequence[_Checked],
+    sizes: jax.Array,
+    activation: Any,
+    saved: Any,
+    dtype: jax.typing.DTypeLike,
 ) -> tuple[jax.Array, tuple[Any, ...]]:
     """The MLP from separate products."""
     *hidden, (down, down_bias, down_call) = checked

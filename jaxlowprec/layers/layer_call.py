@@ -36,7 +36,7 @@ from jaxlowprec.recipes.fields import IN_FLOAT32, Sums
 from jaxlowprec.recipes.roles import Recipe, Roles
 from jaxlowprec.recipes.transformer_engine import Calibrating
 from jaxlowprec.telemetry import probes
-from jaxlowprec.wiring.sharding_rule import dimensions_of, resharded, sharding_of, sharding_of_product
+from jaxlowprec.wiring.sharding_rule import ShardingLike, dimensions_of, resharded, sharding_of, sharding_of_product
 
 
 class PreparedProduct(NamedTuple):
@@ -77,7 +77,7 @@ class LayerCall:
     key: jax.Array | None
     quantized: QuantizedKernel | None
     state: delayed_scaling.State | None
-    precision: Any
+    precision: jax.lax.PrecisionLike
     total: Total | None = None
     kind: str = "linear"
     layouts: tuple[Callable[[jax.Array], jax.Array], ...] = ()
@@ -128,8 +128,8 @@ class LayerCall:
         x: Float[Array, "*B T K"],
         w: Float[Array, "*B K N"] | None,
         bias: Float[Array, "N"] | None,
-        out_dtype: Any,
-        out_sharding: Any = None,
+        out_dtype: jax.typing.DTypeLike,
+        out_sharding: ShardingLike = None,
         rows_split: bool = False,
     ) -> tuple[Float[Array, "*B T N"], delayed_scaling.State | None]:
         """x in the input's role times w in the weight's, and the state for the layer's next call.
@@ -228,7 +228,16 @@ class LayerCall:
         state = delayed_scaling.check_state(self.who, recipe.delayed, self.state, experts)
         return delayed_scaling.used_and_handed_on(state)
 
-    def _weight_only(self, x, w, bias, loaded, served, result, probe=None) -> jax.Array:
+    def _weight_only(
+        self,
+        x: jax.Array,
+        w: jax.Array | None,
+        bias: jax.Array | None,
+        loaded: QuantizedArray | None,
+        served: weight_only.WeightServing,
+        result: tuple[Any, Any, bool],
+        probe: probes.Probe | None = None,
+    ) -> jax.Array:
         """The product if only the weight is quantised."""
         self.check_quantized(w)
         out_dtype, out_sharding, rows_split = result
@@ -270,7 +279,7 @@ def layer_call(
     key: Any,
     name: Any,
     state: Any,
-    precision: Any,
+    precision: jax.lax.PrecisionLike,
     kind: str = "linear",
 ) -> tuple[jax.Array | None, LayerCall]:
     """The kernel in high precision, if one was given, and the call. A loaded kernel becomes the call's `quantized`.

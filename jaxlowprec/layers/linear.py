@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any
+from typing import Any, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,7 @@ from jaxlowprec.arrays.quantized_array import QuantizedArray
 from jaxlowprec.layers import delayed_scaling, weight_only
 from jaxlowprec.layers.layer_call import LayerCall, layer_call, quantized_weight
 from jaxlowprec.layers.low_rank import LoRAKernel, add_product, check_adapter
+from jaxlowprec.layers.options import LayerSettings, LinearOptions
 from jaxlowprec.layers.product import QuantizedKernel
 from jaxlowprec.layers.residuals import in_profiles, tag_product
 from jaxlowprec.layers.watched import watched
@@ -23,7 +24,7 @@ from jaxlowprec.ops.checks import a_sharding, float_array
 from jaxlowprec.ops.quantize.random_bits import check_key
 from jaxlowprec.recipes.autocast import FROM_CONTEXT, resolve
 from jaxlowprec.recipes.roles import MODULE_TYPES, ModuleType, Recipe
-from jaxlowprec.wiring.sharding_rule import resharded
+from jaxlowprec.wiring.sharding_rule import ShardingLike, resharded
 
 
 def quantize_kernel(
@@ -121,6 +122,30 @@ def kernel_matrices(kernel: Any, batch: int, contracted: int) -> jax.Array:
     return kernel.reshape(*sizes, math.prod(rest[:contracted]), math.prod(rest[contracted:]))
 
 
+@overload
+def linear(
+    x: Float[Array, "*T K"],
+    kernel: Float[Array, "K N"] | QuantizedArray | LoRAKernel | None,
+    bias: Float[Array, "N"] | None = None,
+    recipe: Recipe | None = FROM_CONTEXT,
+    *,
+    state: None = None,
+    **options: Unpack[LinearOptions],
+) -> Float[Array, "*T N"]: ...
+
+
+@overload
+def linear(
+    x: Float[Array, "*T K"],
+    kernel: Float[Array, "K N"] | QuantizedArray | LoRAKernel | None,
+    bias: Float[Array, "N"] | None = None,
+    recipe: Recipe | None = FROM_CONTEXT,
+    *,
+    state: delayed_scaling.State,
+    **options: Unpack[LinearOptions],
+) -> tuple[Float[Array, "*T N"], delayed_scaling.State]: ...
+
+
 def linear(
     x: Float[Array, "*T K"],
     kernel: Float[Array, "K N"] | QuantizedArray | LoRAKernel | None,
@@ -132,8 +157,8 @@ def linear(
     name: str = "",
     state: delayed_scaling.State | None = None,
     out_sharding: NamedSharding | PartitionSpec | None = None,
-    precision: Any = None,
-) -> Any:
+    precision: jax.lax.PrecisionLike = None,
+) -> Float[Array, "*T N"] | tuple[Float[Array, "*T N"], delayed_scaling.State]:
     """`x @ kernel + bias`, with the operands of its three GEMMs quantised as the recipe says.
 
     A gradient has the dtype of its argument: a float32 master weight gets a float32 gradient, rounded once. The bias is
@@ -175,11 +200,12 @@ def linear(
     """
     who = "linear"
     a_sharding(who, "out_sharding", out_sharding)
-    settings: Any = {"recipe": recipe, "key": key, "name": name, "state": state, "precision": precision}
+    settings: LayerSettings = {"recipe": recipe, "key": key, "name": name, "state": state, "precision": precision}
     if isinstance(kernel, LoRAKernel):
         check_adapter(who, kernel)
-        options = settings | {"quantized_kernel": quantized_kernel, "out_sharding": out_sharding}
-        y = linear(x, kernel.kernel, bias, **options)
+        again: Any = {**settings, "quantized_kernel": quantized_kernel, "out_sharding": out_sharding}
+        y: Any = linear(x, kernel.kernel, bias, **again)
+        out_state: Any
         y, out_state = (y, None) if state is None else y
         y = add_product(y, jnp.atleast_2d(x), kernel.adapter, name)
         return y if state is None else (y, out_state)
@@ -192,7 +218,7 @@ def linear(
 
 
 def checked_call(
-    who: str, x: jax.Array, kernel: Any, bias: Any, quantized_kernel: Any, settings: dict[str, Any]
+    who: str, x: jax.Array, kernel: Any, bias: Any, quantized_kernel: Any, settings: LayerSettings
 ) -> tuple[jax.Array | None, jax.Array | None, LayerCall]:
     """The kernel in high precision and the bias of a linear layer, if it has them, and its call.
 
@@ -219,7 +245,7 @@ def features_of(call: LayerCall, kernel: jax.Array | None) -> int:
     return weight.shape[-1]
 
 
-def _linear(call: LayerCall, x: Any, kernel: Any, bias: Any, out_sharding: Any) -> tuple[jax.Array, Any]:
+def _linear(call: LayerCall, x: Any, kernel: Any, bias: Any, out_sharding: ShardingLike) -> tuple[jax.Array, Any]:
     """The product, and the state of delayed scaling if there is one."""
     if call.in_high_precision(kernel):
         kernel = call.high_precision_weight(kernel)

@@ -14,6 +14,7 @@ from jaxlowprec.arguments import array, shown
 from jaxlowprec.arrays import serialised
 from jaxlowprec.arrays.quantized_array import QuantizedArray
 from jaxlowprec.layers.residuals import in_profiles
+from jaxlowprec.layers.subscripts import kernel_axes, parse
 from jaxlowprec.ops.checks import FLOATS
 from jaxlowprec.ops.dequantize import dequantize
 from jaxlowprec.wiring.sharding_rule import dimensions_of, resharded, sharding_of, sharding_of_product
@@ -95,7 +96,7 @@ class LoRAKernel:
         """The transposed weight with its adapter."""
         return LoRAKernel(self.kernel.mT, self.adapter.mT)
 
-    def merged(self, dtype: Any = None) -> jax.Array:
+    def merged(self, dtype: jax.typing.DTypeLike | None = None) -> jax.Array:
         """The weight plus its adapter's product, added in float32 and rounded once.
 
         Arguments:
@@ -155,6 +156,48 @@ def _product(x: Float[Array, "*B T K"], factor: Float[Array, "*B K N"]) -> Float
     return jax.lax.dot_general(x, factor.astype(x.dtype), dims, out_sharding=out_sharding)
 
 
+def add_adapter(
+    y: jax.Array, subscripts: str, x: jax.Array, kernel: LoRAKernel, shape: tuple[int, ...] | None, name: str
+) -> jax.Array:
+    """y plus the einsum of x and the product of the kernel's adapter.
+
+    Arguments:
+        shape: that of a layer's kernel, whose adapter is that of its matrices. None: the adapter's product has the
+            elements of the kernel in their order, as `LoRAKernel.merged` adds it.
+    """
+    who = "einsum"
+    check_adapter(who, kernel)
+    sizes = kernel.shape if shape is None else shape
+    (x_names, w_names), out = parse(who, subscripts, x.ndim, len(sizes))
+    if shape is not None:
+        order = kernel_axes(who, subscripts, x.ndim, len(shape)).order
+        w_names, sizes = [w_names[a] for a in order], tuple(shape[a] for a in order)
+    (*batch, k, rank), n = kernel.adapter.a.shape, kernel.adapter.b.shape[-1]
+    first = len(batch)
+    cuts = (c for c in range(first + 1, len(sizes)) if (math.prod(sizes[first:c]), math.prod(sizes[c:])) == (k, n))
+    cut = next(cuts, len(sizes))
+    if sizes[:first] != tuple(batch) or cut == len(sizes):
+        raise ValueError(
+            f"{who}: an adapter {kernel.adapter.a.shape} by {kernel.adapter.b.shape} of a kernel of shape {sizes} in "
+            f"{subscripts!r}; needs [batch..., K, rank] and [batch..., rank, N] whose K and N are whole axes of it"
+        )
+    numbers = {n: i for i, n in enumerate([*dict.fromkeys((*x_names, *w_names)), "rank"])}
+    x_axes, out_axes, of_rank = [numbers[n] for n in x_names], [numbers[n] for n in out], numbers["rank"]
+    of_batch, of_k, of_n = ([numbers[n] for n in part] for part in (w_names[:first], w_names[first:cut], w_names[cut:]))
+    with in_profiles(name, "adapter"):
+        a, b = (factor.astype(x.dtype) for factor in (kernel.adapter.a, kernel.adapter.b))
+        a, b = a.reshape(*sizes[:cut], rank), b.reshape(*sizes[:first], rank, *sizes[cut:])
+        a_axes, b_axes = [*of_batch, *of_k, of_rank], [*of_batch, of_rank, *of_n]
+        contracts_k = set(of_k) <= set(x_axes) - set(out_axes) and not set(of_n) & set(x_axes)
+        if contracts_k and set(of_batch) <= set(x_axes) & set(out_axes):
+            rows = [i for i in out_axes if i not in of_n]
+            down = jnp.einsum(x, x_axes, a, a_axes, [*rows, of_rank])
+            added = jnp.einsum(down, [*rows, of_rank], b, b_axes, out_axes)
+        else:  # K of the adapter is not what the product contracts
+            added = jnp.einsum(x, x_axes, a, a_axes, b, b_axes, out_axes)
+        return (y.astype(jnp.float32) + kernel.adapter.scale * added.astype(jnp.float32)).astype(y.dtype)
+
+
 def checked_alpha(who: str, alpha: Any, rank: int) -> float:
     """The strength; the rank if it is None."""
     if alpha is None:
@@ -164,7 +207,9 @@ def checked_alpha(who: str, alpha: Any, rank: int) -> float:
     return float(alpha)
 
 
-def new_adapter(key: jax.Array, shape: tuple[int, ...], rank: int, alpha: float, dtype: Any) -> Adapter:
+def new_adapter(
+    key: jax.Array, shape: tuple[int, ...], rank: int, alpha: float, dtype: jax.typing.DTypeLike
+) -> Adapter:
     """The adapter of a weight [batch..., K, N] before training."""
     *batch, k, n = shape
     uniform = jax.nn.initializers.he_uniform(batch_axis=tuple(range(len(batch))))

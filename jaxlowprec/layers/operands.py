@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypedDict
 
 import jax
 import jax.numpy as jnp
@@ -70,18 +70,28 @@ def alike(row: Role | None, column: Role | None) -> bool:
     return (row.format, row.rounding) == (column.format, column.rounding)
 
 
+class FormOptions(TypedDict, total=False):
+    """Options of `both_ways` for rows of every kind, see there."""
+
+    words: jax.Array | None
+    amax: tuple[jax.Array, jax.Array] | None
+    encode: jax.Array | None
+    sign_key: jax.Array | None
+    row_sign_key: jax.Array | None
+
+
 def both_ways(
-    x,
+    x: jax.Array,
     row: Role | None,
     column: Role | None,
     *,
-    words=None,
-    amax=None,
-    encode=None,
-    rows_split=False,
-    sign_key=None,
-    row_sign_key=None,
-    axis_name=None,
+    words: jax.Array | None = None,
+    amax: tuple[jax.Array, jax.Array] | None = None,
+    encode: jax.Array | None = None,
+    rows_split: bool = False,
+    sign_key: jax.Array | None = None,
+    row_sign_key: jax.Array | None = None,
+    axis_name: Any = None,
 ) -> tuple[Any, Any]:
     """x quantised rowwise and columnwise, None where there is no role; in one pass if the roles allow it.
 
@@ -124,12 +134,12 @@ def both_ways(
 
 
 def weight_both_ways(
-    w,
+    w: jax.Array,
     row: Role | None,
     column: Role | None,
     *,
     requantized: bool = False,
-    encode=None,
+    encode: jax.Array | None = None,
     randomness: Randomness | None = None,
     axis_name: Any = None,
 ) -> tuple[Any, Any]:
@@ -180,11 +190,18 @@ def for_both_ways(found: Sequence[jax.Array]) -> tuple[jax.Array, jax.Array] | N
 
 
 def groups_both_ways(
-    x, sizes, row: Role | None, column: Role | None, *, words=None, amaxes=None, encode=None
+    x: jax.Array,
+    sizes: jax.Array,
+    row: Role | None,
+    column: Role | None,
+    *,
+    words: jax.Array | None = None,
+    amaxes: tuple[jax.Array, jax.Array] | None = None,
+    encode: jax.Array | None = None,
 ) -> tuple[Any, Any]:
     """The rows of each group of x [..., T, C], as `both_ways`: GroupedQuantizedArrays."""
 
-    def some(role: Role, rowwise: bool, columnwise: bool):
+    def some(role: Role, rowwise: bool, columnwise: bool) -> tuple[Any, Any]:
         used = words if role.rounding != "nearest" else None
         options: Any = {"hadamard": column.hadamard if column is not None else None, "words": used, "amaxes": amaxes}
         options |= {"eden": role.rounding == "eden", "encode_scale": encode}

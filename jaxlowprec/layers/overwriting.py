@@ -81,12 +81,12 @@ def overwrite_with_gradient(inner: Any) -> Any:
         raise TypeError(f"overwrite_with_gradient: inner={shown(inner)}; needs an optax.GradientTransformation")
     import optax  # a dependency of training programs, not of this library
 
-    def parameters(tree):
+    def parameters(tree: Any) -> Any:
         return jax.tree_util.tree_map_with_path(lambda path, _: not is_state(path), tree)
 
     masked = optax.masked(inner, parameters)
 
-    def update(gradients, state, params=None, **extra):
+    def update(gradients: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
         overwrites = _overwrites(gradients, params)
         updates, state = masked.update(gradients, state, params, **extra)
         wrapped = jax.tree_util.tree_map_with_path(

@@ -24,7 +24,7 @@ from jaxlowprec.arrays import serialised
 from jaxlowprec.arrays.quantized_array import QuantizedArray
 from jaxlowprec.layers import delayed_scaling
 from jaxlowprec.layers.measured import measured_backward, measured_forward
-from jaxlowprec.layers.operands import Gemms, amaxes_of, role_of, weight_both_ways
+from jaxlowprec.layers.operands import FormOptions, Gemms, amaxes_of, role_of, weight_both_ways
 from jaxlowprec.layers.residuals import (
     QUANTIZED_INPUT,
     QUANTIZED_WEIGHT,
@@ -43,6 +43,7 @@ from jaxlowprec.ops.sums.kinds import SumOverDevices, draws
 from jaxlowprec.recipes.fields import Sums
 from jaxlowprec.recipes.roles import Role
 from jaxlowprec.recipes.transformer_engine import DelayedScaling
+from jaxlowprec.wiring.sharding_rule import ShardingLike
 
 
 @serialised.register
@@ -87,12 +88,12 @@ class GemmSpec(Gemms):
     """
 
     sums: Sums
-    delayed: Any
-    out_dtype: Any
+    delayed: DelayedScaling | None
+    out_dtype: jax.typing.DTypeLike
     shardings: tuple[Any, Any, Any]
-    out_sharding: Any
+    out_sharding: ShardingLike
     rows_split: bool
-    precision: Any = None
+    precision: jax.lax.PrecisionLike = None
 
     def sum_over_devices(self, gemm: str, source: Randomness | None, operand: Any) -> SumOverDevices:
         """The sum over devices of a GEMM's partial results, see `sum_over_devices`. `operand`: its first one."""
@@ -119,8 +120,7 @@ _STREAM_OF_SUMS = {"fprop": 9, "dgrad": 10, "wgrad": 11}
 
 def _largest_scale(q: Any) -> jax.Array:
     """float32 []: the largest amax of an array that has amaxes, else its largest scale."""
-    numbers = q.scale if q.amax is None else q.amax
-    return jax.lax.stop_gradient(jnp.max(numbers.astype(jnp.float32)))
+    return jax.lax.stop_gradient(jnp.max((q.scale if q.amax is None else q.amax).astype(jnp.float32)))
 
 
 def rows_of(spec: GemmSpec, sizes: jax.Array | None) -> AllRows | RowsInGroups:
@@ -128,14 +128,14 @@ def rows_of(spec: GemmSpec, sizes: jax.Array | None) -> AllRows | RowsInGroups:
     return AllRows(spec.rows_split, spec.precision) if sizes is None else RowsInGroups(sizes, spec.precision)
 
 
-def _encode_scale(spec: GemmSpec, state, tensor: str):
+def _encode_scale(spec: GemmSpec, state: Any, tensor: str) -> jax.Array | None:
     """The encode scale of delayed scaling, if the spec has it."""
     if spec.delayed is None:
         return None
     return delayed_scaling.encode_scale(spec.delayed, state, tensor, _maximum(spec.delayed, tensor))
 
 
-def recorded(delayed: DelayedScaling, state, tensor: str, amax: jax.Array):
+def recorded(delayed: DelayedScaling, state: Any, tensor: str, amax: jax.Array) -> delayed_scaling.State:
     """The state with the tensor's new history and scale."""
     return state | delayed_scaling.updated(delayed, state, tensor, _maximum(delayed, tensor), amax)
 
@@ -176,7 +176,7 @@ class GemmOperands(NamedTuple):
     of_sums: Randomness | None = None
 
 
-States = tuple[Any, Any]
+States = tuple[delayed_scaling.State | None, Any]
 """The state of delayed scaling, and telemetry's Probe, of a product; or None."""
 
 
@@ -210,14 +210,23 @@ class SavedForBackward(NamedTuple):
     of_sums: Randomness | None
 
 
-def roles_of_input(spec: GemmSpec, *, forward=True, backward=False) -> tuple[Role | None, Role | None]:
+def roles_of_input(spec: GemmSpec, *, forward: bool = True, backward: bool = False) -> tuple[Role | None, Role | None]:
     """The roles of the input rowwise and columnwise; see `quantized_input`."""
     rowwise = forward or (backward and (spec.decodes("wgrad") or spec.requantizes("input")))
     return role_of(spec.fprop, 0, rowwise), role_of(spec.wgrad, 0, backward)
 
 
 def quantized_input(
-    spec: GemmSpec, x, state, *, sizes=None, randomness=None, signs=None, forward=True, backward=False, amaxes=None
+    spec: GemmSpec,
+    x: jax.Array,
+    state: Any,
+    *,
+    sizes: jax.Array | None = None,
+    randomness: Randomness | None = None,
+    signs: Randomness | None = None,
+    forward: bool = True,
+    backward: bool = False,
+    amaxes: Any = None,
 ) -> QuantizedInput:
     """x in the forms that fprop reads (`forward`), and those that the backward pass reads of it (`backward`).
 
@@ -230,12 +239,14 @@ def quantized_input(
         encode = _encode_scale(spec, state, "input")
         words, key = None, None
         if column is not None and column.rounding != "nearest":
+            assert randomness is not None
             words = randomness.words_of_input(lambda: rows.amax(x) if amaxes is None else amaxes[0])
         if column is not None and signs is not None:
             key = signs.words_for(lambda: rows.amax(x))
-        given: Any = {"words": words, "encode": encode, "sign_key": key}
+        given: FormOptions = {"words": words, "encode": encode, "sign_key": key}
         if row is None or column is None or not spec.requantizes("input"):
-            return QuantizedInput(x, *rows.both_ways(x, row, column, amax=amaxes, **given))
+            in_one_pass: FormOptions = {**given, "amax": amaxes}
+            return QuantizedInput(x, *rows.both_ways(x, row, column, **in_one_pass))
         x_row = rows.both_ways(x, row, None, amax=amaxes, encode=encode)[0]
         return QuantizedInput(x, x_row, rows.both_ways(decoded(x_row, jnp.bfloat16), None, column, **given)[1])
 
@@ -253,7 +264,9 @@ def products_differentiated_once(products: Sequence[GemmOperands]) -> tuple[Gemm
     return tuple(p._replace(w=w, bias=bias) for p, (w, bias) in zip(products, learn, strict=True))
 
 
-def fprop(spec: GemmSpec, given: QuantizedInput, product: GemmOperands, state, *, keep: bool = False):
+def fprop(
+    spec: GemmSpec, given: QuantizedInput, product: GemmOperands, state: Any, *, keep: bool = False
+) -> tuple[jax.Array, QuantizedKernel]:
     """The result, and the kernel quantised row- and columnwise as far as that is needed now or has to be kept."""
     rows = rows_of(spec, product.sizes)
     w: Any = product.w
@@ -279,7 +292,9 @@ def fprop(spec: GemmSpec, given: QuantizedInput, product: GemmOperands, state, *
     return y, QuantizedKernel(w_row, w_column)
 
 
-def forward(spec: GemmSpec, given: QuantizedInput, product: GemmOperands, states: States):
+def forward(
+    spec: GemmSpec, given: QuantizedInput, product: GemmOperands, states: States
+) -> tuple[jax.Array, SavedForBackward, QuantizedKernel]:
     """The result of a product whose input is quantised, what is kept, and the kernel quantised both ways."""
     state, probe = states
     w = product.w
@@ -318,24 +333,35 @@ def amaxes_of_gradient(spec: GemmSpec) -> Amaxes | None:
     return amaxes_of(role_of(spec.dgrad, 0), role_of(spec.wgrad, 1), spec.rows_split)
 
 
-def _quantized_gradient(spec: GemmSpec, kept: SavedForBackward, x, w, dy, amaxes):
+def _quantized_gradient(
+    spec: GemmSpec, kept: SavedForBackward, x: Any, w: Any, dy: jax.Array, amaxes: Any
+) -> tuple[Any, Any]:
     """The gradient of the result row- and columnwise, as dgrad and wgrad need it. w and x, which these read, have the
     signs of their rotations if they are drawn."""
     rows, weight_learns = rows_of(spec, kept.sizes), kept.dtype_markers[0] is not None
-    row, column = role_of(spec.dgrad, 0), role_of(spec.wgrad, 1)
+    row, column = role_of(spec.dgrad, 0), role_of(spec.wgrad, 1, weight_learns)
     amaxes = amaxes or rows.amaxes(dy, amaxes_of_gradient(spec))
     words = None
     if kept.randomness is not None:
         words = kept.randomness.words_for(lambda: rows.amax(dy) if amaxes is None else amaxes[0])
     encode = _encode_scale(spec, kept.state, "output_grad")
-    column = column if weight_learns else None
     signs = x.signs if isinstance(x, QuantizedArray) and column is not None else None
     row_signs = w.signs if isinstance(w, QuantizedArray) and row is not None else None
-    options: Any = {"words": words, "amax": amaxes, "encode": encode}
-    return rows.both_ways(dy, row, column, sign_key=signs, row_sign_key=row_signs, **options)
+    of_gradient: FormOptions = {"words": words, "amax": amaxes, "encode": encode}
+    return rows.both_ways(dy, row, column, **(of_gradient | {"sign_key": signs, "row_sign_key": row_signs}))
 
 
-def backward(spec: GemmSpec, x, kept: SavedForBackward, dy, dx_dtype, *, amaxes=None, quantized=None, row_sums=None):
+def backward(
+    spec: GemmSpec,
+    x: Any,
+    kept: SavedForBackward,
+    dy: Any,
+    dx_dtype: Any,
+    *,
+    amaxes: Any = None,
+    quantized: tuple[Any, Any] | None = None,
+    row_sums: jax.Array | None = None,
+) -> tuple[jax.Array, GemmOperands, States]:
     """The gradients of the input and of the product's arguments, and what goes to its states.
 
     Arguments:
@@ -362,7 +388,7 @@ def backward(spec: GemmSpec, x, kept: SavedForBackward, dy, dx_dtype, *, amaxes=
             dx = rows.plain_by_weight(dy, jnp.swapaxes(decoded(w, dy.dtype), -1, -2), dx_dtype, x_sharding)
     dw = None
     with in_profiles("wgrad"):
-        dtype = None if w_marker is None else w_marker.dtype if total is None else jnp.float32
+        dtype: Any = None if w_marker is None else w_marker.dtype if total is None else jnp.float32
         if w_marker is not None and spec.wgrad:
             dw = rows.wgrad(x, dy_column, dtype, w_sharding, total, spec.sum_over_devices("wgrad", of_sums, dy_column))
         elif w_marker is not None:
@@ -377,7 +403,7 @@ def backward(spec: GemmSpec, x, kept: SavedForBackward, dy, dx_dtype, *, amaxes=
     return dx, gradients, (state, found)
 
 
-def quantized_inputs(specs: Specs, x, states: Sequence[States], **wanted: Any) -> tuple[QuantizedInput, ...]:
+def quantized_inputs(specs: Specs, x: jax.Array, states: Sequence[States], **wanted: Any) -> tuple[QuantizedInput, ...]:
     """`quantized_input` of products that share x: one for all, or one for each that has its own delayed scaling."""
     if specs[0].delayed is None:
         return (quantized_input(specs[0], x, None, **wanted),)
@@ -391,7 +417,7 @@ def for_each(specs: Specs, inputs: Sequence[Any]) -> Sequence[Any]:
 
 def forward_of_all(
     specs: Specs, inputs: Sequence[QuantizedInput], products: Sequence[GemmOperands], states: Sequence[States]
-):
+) -> tuple[tuple[jax.Array, ...], tuple[SavedForBackward, ...], tuple[QuantizedKernel, ...], list[Any]]:
     """`forward` of products that share their input: their results, what is kept, and kernels; and the inputs kept."""
     kept_inputs = [tag_residual(read_by_wgrad(*each), QUANTIZED_INPUT) for each in zip(specs, inputs, strict=False)]
     found = [forward(*each) for each in zip(specs, for_each(specs, inputs), products, states, strict=True)]
@@ -406,7 +432,7 @@ def backward_of_all(
     dys: Sequence[jax.Array | None],
     x_marker: Any,
     **known: Any,
-):
+) -> tuple[jax.Array, tuple[GemmOperands, ...], tuple[States, ...]]:
     """`backward` of products that share their input, of which `xs` was kept.
 
     The gradient of the input is summed in float32 and rounded once.

@@ -15,7 +15,7 @@ from jaxlowprec import wiring
 from jaxlowprec.arrays.quantized_array import QuantizedArray
 from jaxlowprec.ops.checks import no_derivative, wider_dtype
 from jaxlowprec.ops.sum_over_rows import sum_over_rows_op
-from jaxlowprec.wiring.sharding_rule import resharded
+from jaxlowprec.wiring.sharding_rule import ShardingLike, resharded
 
 QUANTIZED_INPUT = "jaxlowprec_quantized_input"
 """The checkpoint_name of data, scale, amax and drawn signs of the input, in the form that the backward pass reads."""
@@ -86,7 +86,7 @@ def tag_product(y: jax.Array) -> jax.Array:
     return checkpoint_name(y, PRODUCT)
 
 
-def decoded(x: Any, dtype: Any) -> jax.Array:
+def decoded(x: Any, dtype: jax.typing.DTypeLike) -> jax.Array:
     """A residual decoded to an array of `dtype`."""
     return x.dequantize(dtype) if isinstance(x, QuantizedArray) else x.astype(dtype)
 
@@ -97,7 +97,11 @@ def dtype_marker(x: jax.Array | None) -> jax.Array | None:
 
 
 def plain_matmul(
-    a: jax.Array, b: jax.Array, out_dtype: Any, out_sharding: Any = None, precision: Any = None
+    a: jax.Array,
+    b: jax.Array,
+    out_dtype: jax.typing.DTypeLike,
+    out_sharding: ShardingLike = None,
+    precision: jax.lax.PrecisionLike = None,
 ) -> jax.Array:
     """a [..., M, K] @ b [..., K, N] in high precision, accumulated in float32."""
     dtype = wider_dtype(a.dtype, b.dtype)
@@ -106,7 +110,12 @@ def plain_matmul(
 
 
 def plain_wgrad(
-    x: jax.Array, dy: jax.Array, rows_split: bool, out_dtype: Any, out_sharding: Any = None, precision: Any = None
+    x: jax.Array,
+    dy: jax.Array,
+    rows_split: bool,
+    out_dtype: jax.typing.DTypeLike,
+    out_sharding: ShardingLike = None,
+    precision: jax.lax.PrecisionLike = None,
 ) -> jax.Array:
     """x [..., T, K] transposed @ dy [..., T, N], as `plain_matmul`; `rows_split`: also sums over the axis before T."""
     dtype = wider_dtype(x.dtype, dy.dtype)
@@ -116,7 +125,7 @@ def plain_wgrad(
 
 
 def bias_gradient(
-    dy: jax.Array | None, marker: jax.Array | None, sharding: Any, row_sums: jax.Array | None = None
+    dy: jax.Array | None, marker: jax.Array | None, sharding: ShardingLike, row_sums: jax.Array | None = None
 ) -> jax.Array | None:
     """The gradient of a bias that is added to every row, in float32.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Unpack, overload
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
@@ -17,6 +17,7 @@ from jaxlowprec.layers import delayed_scaling, weight_only
 from jaxlowprec.layers.layer_call import LayerCall, must_merge
 from jaxlowprec.layers.linear import checked_call, linear
 from jaxlowprec.layers.low_rank import LoRAKernel
+from jaxlowprec.layers.options import LayerSettings, LinearsOptions
 from jaxlowprec.layers.producers import NormedInput
 from jaxlowprec.layers.product import QuantizedKernel
 from jaxlowprec.layers.quantized_matmul import quantized_matmuls
@@ -28,7 +29,7 @@ from jaxlowprec.ops.quantize.random_bits import check_key
 from jaxlowprec.ops.split_rows import merged_rows
 from jaxlowprec.recipes.autocast import FROM_CONTEXT
 from jaxlowprec.recipes.roles import Recipe
-from jaxlowprec.wiring.sharding_rule import resharded, sharding_of
+from jaxlowprec.wiring.sharding_rule import ShardingLike, resharded, sharding_of
 
 
 class Layer(NamedTuple):
@@ -41,23 +42,52 @@ class Layer(NamedTuple):
     key: jax.Array | None
     name: str
     state: delayed_scaling.State | None
-    precision: Any
+    precision: jax.lax.PrecisionLike
 
     @property
-    def settings(self) -> dict[str, Any]:
+    def settings(self) -> LayerSettings:
         """Keyword arguments of `layer_call`."""
-        names = ("recipe", "key", "name", "state", "precision")
-        return {name: getattr(self, name) for name in names}
+        return {
+            "recipe": self.recipe,
+            "key": self.key,
+            "name": self.name,
+            "state": self.state,
+            "precision": self.precision,
+        }
 
-    def alone(self, x: Any, out_sharding: Any = None) -> tuple[jax.Array, Any]:
+    def alone(self, x: Any, out_sharding: ShardingLike = None) -> tuple[jax.Array, Any]:
         """The layer's own product, and its state for the next call, or None."""
-        options = {"quantized_kernel": self.quantized_kernel, "out_sharding": out_sharding}
-        y = linear(x, self.kernel, self.bias, **self.settings, **options)
+        options: Any = {**self.settings, "quantized_kernel": self.quantized_kernel, "out_sharding": out_sharding}
+        y = linear(x, self.kernel, self.bias, **options)
         return (y, None) if self.state is None else y
 
     def checked(self, who: str, x: jax.Array) -> tuple[Any, Any, LayerCall]:
         """See `checked_call`."""
         return checked_call(who, x, self.kernel, self.bias, self.quantized_kernel, self.settings)
+
+
+@overload
+def linears(
+    x: Float[Array, "*T K"],
+    kernels: Sequence[Float[Array, "K N"] | QuantizedArray | LoRAKernel | None],
+    biases: Sequence[Float[Array, "N"] | None] | None = None,
+    recipe: Recipe | None = FROM_CONTEXT,
+    *,
+    states: None = None,
+    **options: Unpack[LinearsOptions],
+) -> tuple[Float[Array, "*T N"], ...]: ...
+
+
+@overload
+def linears(
+    x: Float[Array, "*T K"],
+    kernels: Sequence[Float[Array, "K N"] | QuantizedArray | LoRAKernel | None],
+    biases: Sequence[Float[Array, "N"] | None] | None = None,
+    recipe: Recipe | None = FROM_CONTEXT,
+    *,
+    states: Sequence[delayed_scaling.State | None],
+    **options: Unpack[LinearsOptions],
+) -> tuple[tuple[Float[Array, "*T N"], ...], tuple[delayed_scaling.State | None, ...]]: ...
 
 
 def linears(
@@ -71,8 +101,10 @@ def linears(
     names: Sequence[str] | None = None,
     states: Sequence[delayed_scaling.State | None] | None = None,
     out_sharding: NamedSharding | PartitionSpec | None = None,
-    precision: Any = None,
-) -> Any:
+    precision: jax.lax.PrecisionLike = None,
+) -> (
+    tuple[Float[Array, "*T N"], ...] | tuple[tuple[Float[Array, "*T N"], ...], tuple[delayed_scaling.State | None, ...]]
+):
     """`linear` of one input by several kernels, such as query, key and value: x is quantised once, and kept once.
 
     Results and gradients of kernels and biases have the bits of separate calls, except that signs that are drawn for a
@@ -113,7 +145,7 @@ def linears(
 
 
 def linears_of(
-    who: str, x: jax.Array | Norm, layers: Sequence[Layer], out_sharding: Any = None
+    who: str, x: jax.Array | Norm, layers: Sequence[Layer], out_sharding: ShardingLike = None
 ) -> tuple[tuple[jax.Array, ...], jax.Array | None, tuple[Any, ...]]:
     """The products of x by each layer's kernel, the sum of a norm with a residual, and the states for the next call.
 
@@ -131,7 +163,9 @@ def linears_of(
     return ys, total, states
 
 
-def _by_loaded(who: str, x: jax.Array, layers: Sequence[Layer], out_sharding: Any) -> tuple[jax.Array, ...] | None:
+def _by_loaded(
+    who: str, x: jax.Array, layers: Sequence[Layer], out_sharding: ShardingLike
+) -> tuple[jax.Array, ...] | None:
     """The products by weights that were all loaded quantised, as one call, whose bytes are those of separate ones.
 
     None if they are something else, or in explicit mode.
@@ -149,7 +183,7 @@ def _by_loaded(who: str, x: jax.Array, layers: Sequence[Layer], out_sharding: An
 
 
 def _shared(
-    who: str, x: jax.Array | Norm, layers: Sequence[Layer], out_sharding: Any
+    who: str, x: jax.Array | Norm, layers: Sequence[Layer], out_sharding: ShardingLike
 ) -> tuple[tuple[jax.Array, ...], jax.Array | None, tuple[Any, ...]] | None:
     """The products, the norm's sum, and states; None if layers cannot share their input."""
     if alone_in_any_case(layers):
@@ -171,7 +205,12 @@ def _shared(
 
 
 def layers_of(
-    who: str, kernels: Any, recipe: Any, key: jax.Array | None, precision: Any, of_each: dict[str, Any]
+    who: str,
+    kernels: Any,
+    recipe: Any,
+    key: jax.Array | None,
+    precision: jax.lax.PrecisionLike,
+    of_each: dict[str, Any],
 ) -> list[Layer]:
     """The arguments of each layer. `of_each`: lists with an element for each, or None.
 

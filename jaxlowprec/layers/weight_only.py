@@ -43,7 +43,7 @@ from jaxlowprec.ops.weight_only_matmul.api import weight_only_matmuls
 from jaxlowprec.ops.weight_only_matmul.op import weight_only_dgrad
 from jaxlowprec.recipes.roles import Recipe, Roles, StraightThrough
 from jaxlowprec.telemetry.probes import Probe
-from jaxlowprec.wiring.sharding_rule import sharding_of
+from jaxlowprec.wiring.sharding_rule import ShardingLike, sharding_of
 
 
 class WeightServing(NamedTuple):
@@ -80,11 +80,11 @@ class _WeightOnlySpec:
     """
 
     served: WeightServing
-    out_dtype: Any
+    out_dtype: jax.typing.DTypeLike
     shardings: tuple[Any, Any, Any]
-    out_sharding: Any
+    out_sharding: ShardingLike
     rows_split: bool
-    precision: Any
+    precision: jax.lax.PrecisionLike
 
 
 def matmul(
@@ -94,7 +94,7 @@ def matmul(
     q: QuantizedArray | None,
     served: WeightServing,
     result: tuple[Any, Any, bool],
-    precision: Any,
+    precision: jax.lax.PrecisionLike,
     *,
     probe: Probe | None = None,
 ) -> Float[Array, "*B T N"]:
@@ -111,9 +111,9 @@ def matmul(
 def matmuls(
     x: Float[Array, "*B T K"],
     loaded: Sequence[tuple[QuantizedArray, Float[Array, "N"] | None]],
-    out_dtype: Any,
+    out_dtype: jax.typing.DTypeLike,
     rows_split: bool,
-    precision: Any,
+    precision: jax.lax.PrecisionLike,
 ) -> tuple[Float[Array, "*B T N"], ...]:
     """`matmul` of x by several loaded weights [K, N], each with its bias or None: the same bytes and gradients.
 
@@ -203,12 +203,22 @@ def check_loaded(who: str, name: str, q: QuantizedArray, recipe: Recipe | None) 
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _matmul(spec: _WeightOnlySpec, x, w, bias, q, probe):
+def _matmul(
+    spec: _WeightOnlySpec,
+    x: jax.Array,
+    w: jax.Array | None,
+    bias: jax.Array | None,
+    q: QuantizedArray | None,
+    probe: Probe | None,
+) -> jax.Array:
     return _fprop(spec, x, w, bias, q)[0]
 
 
-def _fprop(spec: _WeightOnlySpec, x, w, bias, q):
+def _fprop(
+    spec: _WeightOnlySpec, x: jax.Array, w: jax.Array | None, bias: jax.Array | None, q: QuantizedArray | None
+) -> tuple[jax.Array, QuantizedArray]:
     if q is None:
+        assert w is not None
         with in_profiles("quantize weight"):
             q = quantize_weight(w, spec.served.format, spec.served.served_dtype)
     kept = tag_residual(
@@ -224,7 +234,14 @@ def _fprop(spec: _WeightOnlySpec, x, w, bias, q):
         ), kept
 
 
-def _forward(spec: _WeightOnlySpec, x, w, bias, q, probe):
+def _forward(
+    spec: _WeightOnlySpec,
+    x: jax.Array,
+    w: jax.Array | None,
+    bias: jax.Array | None,
+    q: QuantizedArray | None,
+    probe: Probe | None,
+) -> tuple[jax.Array, Any]:
     x, w, bias = differentiated_once((x, w, bias))
     y, q = _fprop(spec, x, w, bias, q)
     markers = tuple(dtype_marker(a) for a in (x, w, bias))
@@ -240,7 +257,7 @@ def _forward(spec: _WeightOnlySpec, x, w, bias, q, probe):
     )
 
 
-def _backward(spec: _WeightOnlySpec, residuals, dy):
+def _backward(spec: _WeightOnlySpec, residuals: Any, dy: jax.Array) -> tuple[Any, ...]:
     x, kept, clipped, (x_marker, w_marker, bias_marker), found = residuals
     x_sharding, w_sharding, bias_sharding = spec.shardings
     dy = differentiated_once(dy)
@@ -261,18 +278,33 @@ _matmul_jit = jax.jit(_matmul, static_argnums=0)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _matmuls(specs: tuple[_WeightOnlySpec, ...], xs, weights, biases):
+def _matmuls(
+    specs: tuple[_WeightOnlySpec, ...],
+    xs: tuple[jax.Array, ...],
+    weights: tuple[QuantizedArray, ...],
+    biases: tuple[jax.Array | None, ...],
+) -> tuple[jax.Array, ...]:
     """The products of one x, which is given for each: so autodiff adds up its gradients as those of separate calls."""
     return _fprops(specs, xs, [tag_residual(q, CHECKPOINT_NAMES[1]) for q in weights], biases)
 
 
-def _fprops(specs: tuple[_WeightOnlySpec, ...], xs, kept, biases):
+def _fprops(
+    specs: tuple[_WeightOnlySpec, ...],
+    xs: tuple[jax.Array, ...],
+    kept: Sequence[QuantizedArray],
+    biases: tuple[jax.Array | None, ...],
+) -> tuple[jax.Array, ...]:
     with in_profiles("fprop"):
         weights = [read(q).mT for q in kept]
         return weight_only_matmuls("scaled_matmul", xs[0], weights, biases, specs[0].out_dtype)
 
 
-def _matmuls_forward(specs: tuple[_WeightOnlySpec, ...], xs, weights, biases):
+def _matmuls_forward(
+    specs: tuple[_WeightOnlySpec, ...],
+    xs: tuple[jax.Array, ...],
+    weights: tuple[QuantizedArray, ...],
+    biases: tuple[jax.Array | None, ...],
+) -> tuple[tuple[jax.Array, ...], Any]:
     xs, biases = differentiated_once((xs, biases))
     kept = [tag_residual(q, CHECKPOINT_NAMES[1]) for q in weights]
     ys = tuple(tag_product(y) for y in _fprops(specs, xs, kept, biases))
@@ -280,7 +312,9 @@ def _matmuls_forward(specs: tuple[_WeightOnlySpec, ...], xs, weights, biases):
     return ys, [(None, q, None, markers, None) for q, markers in zip(kept, all_markers, strict=True)]
 
 
-def _matmuls_backward(specs: tuple[_WeightOnlySpec, ...], residuals, dys):
+def _matmuls_backward(
+    specs: tuple[_WeightOnlySpec, ...], residuals: Any, dys: tuple[jax.Array, ...]
+) -> tuple[tuple[jax.Array, ...], tuple[None, ...], tuple[Any, ...]]:
     found = [_backward(*own) for own in zip(specs, residuals, dys, strict=True)]
     return tuple(dx for dx, *_ in found), (None,) * len(specs), tuple(dbias for _, _, dbias, *_ in found)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar, overload
 
 import jax
 from flax import linen as nn
@@ -23,6 +23,17 @@ from jaxlowprec.recipes.autocast import FROM_CONTEXT, resolve
 from jaxlowprec.recipes.roles import Recipe, Roles
 
 _WHO = "quantize_params"
+_Module = TypeVar("_Module", bound=nnx.Module)
+
+
+@overload
+def quantize_params(model: _Module, recipe: Recipe | None = FROM_CONTEXT, *args: Any, **kwargs: Any) -> _Module: ...
+
+
+@overload
+def quantize_params(
+    model: nn.Module | Callable[..., Any], recipe: Recipe | None = FROM_CONTEXT, *args: Any, **kwargs: Any
+) -> Any: ...
 
 
 def quantize_params(

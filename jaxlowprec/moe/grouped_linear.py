@@ -35,7 +35,12 @@ def grouped_linear(
             f"{who}: x {x.shape}, kernel {shape} and group_sizes {group_sizes.shape}: needs x [T, K] sorted by "
             "expert, a kernel [E, K, N] and group_sizes [E]"
         )
-    options = {"quantized_kernel": quantized, "name": layer.name, "state": layer.state, "precision": layer.precision}
+    options: Any = {
+        "quantized_kernel": quantized,
+        "name": layer.name,
+        "state": layer.state,
+        "precision": layer.precision,
+    }
     y = grouped_matmul(x, kernel, group_sizes, bias, layer.recipe, key=layer.key, **options)
     return y if layer.state is None else y[0]
 

@@ -13,8 +13,8 @@ from flax import nnx
 
 from jaxlowprec.arguments import shown, whole_number
 from jaxlowprec.arrays.quantized_array import QuantizedArray
-from jaxlowprec.layers.dot_general import add_adapter, axes_in_order
-from jaxlowprec.layers.low_rank import Adapter, LoRAKernel, checked_alpha, new_adapter
+from jaxlowprec.layers.dot_general import axes_in_order
+from jaxlowprec.layers.low_rank import Adapter, LoRAKernel, add_adapter, checked_alpha, new_adapter
 from jaxlowprec.layers.subscripts import has_matrices
 from jaxlowprec.nnx.converting import reason_to_stay
 from jaxlowprec.nnx.einsum import Einsum, einsum_axes

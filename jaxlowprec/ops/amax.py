@@ -32,7 +32,7 @@ from jaxlowprec.ops.rounding import (
 from jaxlowprec.ops.split_rows import merged_rows
 
 
-def largest_over(amax, axes):
+def largest_over(amax: jax.Array, axes: Any) -> jax.Array:
     """The largest amax over mesh axes. Bits are compared: they sort like magnitudes, with NaN above infinity."""
     return from_bits(jax.lax.pmax(magnitude_bits(amax), axes))
 
@@ -131,7 +131,7 @@ def native_call(amaxes: Amaxes, x: jax.Array, vmap_method: str | None = None) ->
 
 
 @functools.cache
-def amax_op(amaxes: Amaxes, implementation: Implementation):
+def amax_op(amaxes: Amaxes, implementation: Implementation) -> wiring.Op:
     """x [..., R, C], or [..., S, R, C] -> the amaxes, float32 [...] each."""
     return wiring.define(
         "jaxlowprec_amax",

@@ -6,8 +6,8 @@ autodiff where it would compute a wrong derivative.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Literal
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, TypedDict
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +30,15 @@ def check_implementation(who: str, implementation: Any) -> None:
     one_of(who, "implementation", implementation, None, "ffi", "reference")
 
 
-def choose(who: str, implementation: Implementation) -> dict[str, Any]:
+class Platforms(TypedDict, total=False):
+    """The arguments of `wiring.define` that say where an op is native."""
+
+    platforms: tuple[str, ...]
+    only_native: bool
+    missing: Mapping[str, str]
+
+
+def choose(who: str, implementation: Implementation) -> Platforms:
     """The arguments of `wiring.define` for an implementation.
 
     None is the native kernel where there is one, else the reference. "ffi" demands the kernel, "reference" pure JAX.
@@ -183,7 +191,7 @@ def checked_precision(who: str, precision: Any) -> Any:
     return found if pair else found[0]
 
 
-def wants_float32_sums(precision: Any) -> bool:
+def wants_float32_sums(precision: jax.lax.PrecisionLike) -> bool:
     """Whether a checked precision asks for float32 sums where the operands are quantised (numerics.md 9).
 
     HIGH and HIGHEST do, for either operand. An algorithm is about operands in high precision and changes nothing here.
@@ -199,11 +207,11 @@ def no_derivative(message: str) -> Callable[[Any], Any]:
     """A function that returns its argument, any tree of arrays; its derivative raises NotImplementedError(message)."""
 
     @jax.custom_jvp
-    def identity(arrays):
+    def identity(arrays: Any) -> Any:
         return arrays
 
     @identity.defjvp
-    def _derivative(primals, tangents):
+    def _derivative(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> Any:
         raise NotImplementedError(message)
 
     return identity

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -21,7 +22,9 @@ from jaxlowprec.ops.quantize.reference import E2M1_VALUES, E8M0_NAN, NVFP4_MAX
 from jaxlowprec.ops.rounding import flush, from_bits
 
 
-def dequantize(q: QuantizedArray, *, dtype: Any = None, implementation: Implementation = None) -> Float[Array, "..."]:
+def dequantize(
+    q: QuantizedArray, *, dtype: jax.typing.DTypeLike | None = None, implementation: Implementation = None
+) -> Float[Array, "..."]:
     """The array that q approximates: its logical shape and original orientation, the rotation undone.
 
     Codes are decoded (and rotated back) in float32, then rounded once. Int4 is decoded as it is served: rounded once to
@@ -55,14 +58,14 @@ def dequantize(q: QuantizedArray, *, dtype: Any = None, implementation: Implemen
 
 
 @functools.partial(jax.jit, static_argnames=("dtype", "implementation"))
-def _dequantize(q: QuantizedArray, dtype: Any, implementation: Implementation) -> jax.Array:
+def _dequantize(q: QuantizedArray, dtype: jax.typing.DTypeLike, implementation: Implementation) -> jax.Array:
     vector, fmt = len(q.matrix_shape) == 1, q.format
     data = q.data[..., None, :] if vector else q.data
     scale = q.scale[..., None, :] if vector and fmt.scaling != "tensor" else q.scale
     rows, columns = (1, *q.matrix_shape) if vector else (q.matrix_shape if q.axis == -1 else q.matrix_shape[::-1])
     operands = jax.lax.stop_gradient((data, scale) if q.amax is None else (data, scale, q.amax))
 
-    def decode(columns, rotation, dtype):
+    def decode(columns: int, rotation: Hadamard | None, dtype: jax.typing.DTypeLike) -> jax.Array:
         ragged_columns = columns if columns % fmt.length else None
         ragged_rows = fmt.tiles and rows % fmt.length != 0
         op = dequantize_op(fmt, ragged_rows, ragged_columns, rotation, jnp.dtype(dtype), implementation)
@@ -87,9 +90,9 @@ def dequantize_op(
     ragged_rows: bool,
     ragged_columns: int | None,
     hadamard: Hadamard | None,
-    dtype: Any,
+    dtype: jax.typing.DTypeLike,
     implementation: Implementation,
-):
+) -> wiring.Op:
     """data [..., R, C] (packed: bytes), scale, and for two-level formats amax [...] -> [..., R, C] of `dtype`.
 
     `ragged_columns`: C where it is not a multiple of the block, else None. `hadamard`: a rotation of size 16 to undo.
@@ -111,16 +114,16 @@ def dequantize_op(
     text = f"... {row} {code}, {scale}{amax} -> ... {row} {column}"
     sizes = {f: n for f, n in sizes.items() if f" {f})" in text}
 
-    def columns(data):
+    def columns(data: jax.Array) -> int:
         return data.shape[-1] * (1 + fmt.packed) if ragged_columns is None else ragged_columns
 
-    def outputs(data, *_):
+    def outputs(data: jax.Array, *_: jax.Array) -> wiring.Shapes:
         return [((*data.shape[:-1], columns(data)), dtype)]
 
-    def run_reference(data, scale, amax=None):
+    def run_reference(data: jax.Array, scale: jax.Array, amax: jax.Array | None = None) -> Sequence[jax.Array]:
         return [dequantize_rows(data, scale, amax, fmt, columns(data), hadamard, dtype)]
 
-    def run_native(data, *operands):
+    def run_native(data: jax.Array, *operands: jax.Array) -> Sequence[jax.Array]:
         mask = np.uint32(hadamard.mask if hadamard else 0).view(np.int32)
         call = jax.ffi.ffi_call("jaxlowprec_dequantize", jax.ShapeDtypeStruct(*outputs(data)[0]))
         return [call(data, *operands, format=fmt.attributes, rotate=hadamard is not None, sign_mask=mask)]
@@ -165,7 +168,7 @@ def dequantize_rows(
     fmt: Format,
     columns: int,
     hadamard: Hadamard | None,
-    dtype,
+    dtype: jax.typing.DTypeLike,
 ) -> jax.Array:
     """Codes [..., R, bytes] -> [..., R, columns] of `dtype`: decoded and rotated back in float32, rounded once."""
     codes, scales = code_values(data, fmt), scale_values(scale, fmt, data.shape[-2])

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Literal, Required, TypedDict
 
 import jax
 import jax.numpy as jnp
@@ -36,7 +36,7 @@ class Epilogue:
     accumulate: bool
     activation: Activation
     pre_activation: bool
-    out_dtype: Any
+    out_dtype: jax.typing.DTypeLike
     out_spec: PartitionSpec | None = None
 
     @property
@@ -89,6 +89,18 @@ class Epilogue:
         return Epilogue(False, False, None, False, jnp.dtype("float32"))
 
 
+class EpilogueOptions(TypedDict, total=False):
+    """Options of `checked_epilogue`, as `scaled_matmul` documents them."""
+
+    bias: Required[Any]
+    activation: Activation
+    accumulate: Any
+    preferred_element_type: Required[jax.typing.DTypeLike]
+    return_pre_activation: bool
+    activation_input: Any
+    out_sharding: Required[Any]
+
+
 def checked_epilogue(
     who: str,
     shape: tuple[int, ...],
@@ -96,7 +108,7 @@ def checked_epilogue(
     bias: Any,
     activation: Activation = None,
     accumulate: Any = None,
-    preferred_element_type: Any,
+    preferred_element_type: jax.typing.DTypeLike,
     return_pre_activation: bool = False,
     activation_input: Any = None,
     out_sharding: Any,

@@ -86,7 +86,9 @@ _jitted = jax.jit(_fake_quantize, static_argnums=(1, 2, 3, 4))  # an eager call 
 
 
 @_fake_quantize.defjvp
-def _straight_through(fmt, axis, ste, implementation, primals, tangents):
+def _straight_through(
+    fmt: Any, axis: int, ste: Any, implementation: Implementation, primals: tuple[Any, ...], tangents: tuple[Any, ...]
+) -> tuple[jax.Array, jax.Array]:
     (x,), (tangent,) = primals, tangents
     values = _fake_quantize(x, fmt, axis, ste, implementation)
     if ste == "clipped" and fmt.scaling == "float16":

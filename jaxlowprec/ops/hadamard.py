@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import jax
@@ -77,16 +78,37 @@ def hadamard_transform(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
-def _transform(hadamard: Hadamard, vertical: bool, inverse: bool, implementation: Implementation, x, drawn):
+def _transform(
+    hadamard: Hadamard,
+    vertical: bool,
+    inverse: bool,
+    implementation: Implementation,
+    x: jax.Array,
+    drawn: jax.Array | None,
+) -> jax.Array:
     op = hadamard_op(hadamard, vertical, inverse, implementation)
     return op(x, *([] if drawn is None else [drawn]))[0]
 
 
-def _forward(hadamard, vertical, inverse, implementation, x, drawn):
+def _forward(
+    hadamard: Hadamard,
+    vertical: bool,
+    inverse: bool,
+    implementation: Implementation,
+    x: jax.Array,
+    drawn: jax.Array | None,
+) -> tuple[jax.Array, jax.Array | None]:
     return _transform(hadamard, vertical, inverse, implementation, x, drawn), drawn
 
 
-def _backward(hadamard, vertical, inverse, implementation, drawn, dy):
+def _backward(
+    hadamard: Hadamard,
+    vertical: bool,
+    inverse: bool,
+    implementation: Implementation,
+    drawn: jax.Array | None,
+    dy: jax.Array,
+) -> tuple[jax.Array, None]:
     return _transform(hadamard, vertical, not inverse, implementation, dy, drawn), None
 
 
@@ -94,7 +116,7 @@ _transform.defvjp(_forward, _backward)
 
 
 @functools.cache
-def hadamard_op(hadamard: Hadamard, vertical: bool, inverse: bool, implementation: Implementation):
+def hadamard_op(hadamard: Hadamard, vertical: bool, inverse: bool, implementation: Implementation) -> wiring.Op:
     """x [..., R, C] -> the same, transformed along axis -2 if `vertical`, else -1.
 
     Where signs are drawn, those of each matrix are a second operand, uint32 [..., 4].
@@ -102,15 +124,15 @@ def hadamard_op(hadamard: Hadamard, vertical: bool, inverse: bool, implementatio
     rows = "... (r k) c" if vertical else "... r (c k)"
     signs, whole = (", ... words", ["words"]) if hadamard.drawn else ("", [])
 
-    def outputs(x, *_):
+    def outputs(x: jax.Array, *_: jax.Array) -> wiring.Shapes:
         return [(x.shape, x.dtype)]
 
-    def reference(x, drawn=None):
+    def reference(x: jax.Array, drawn: jax.Array | None = None) -> Sequence[jax.Array]:
         if not vertical:
             return [rotate(x, hadamard, inverse, drawn)]
         return [jnp.swapaxes(rotate(jnp.swapaxes(x, -1, -2), hadamard, inverse, drawn), -1, -2)]
 
-    def native(x, *drawn):
+    def native(x: jax.Array, *drawn: jax.Array) -> Sequence[jax.Array]:
         call = jax.ffi.ffi_call("jaxlowprec_hadamard", jax.ShapeDtypeStruct(x.shape, x.dtype))
         fixed = np.zeros(hadamard.size, np.int32) if hadamard.drawn else np.array(hadamard.negative, np.int32)
         return [call(x, *drawn, vertical=vertical, inverse=inverse, signs=fixed)]
@@ -145,7 +167,7 @@ def rotate(x: jax.Array, hadamard: Hadamard, inverse: bool = False, drawn: jax.A
 
 
 def rotate_float32(
-    x: jax.Array, hadamard: Hadamard, inverse: bool, dtype=jnp.float32, drawn: jax.Array | None = None
+    x: jax.Array, hadamard: Hadamard, inverse: bool, dtype: Any = jnp.float32, drawn: jax.Array | None = None
 ) -> jax.Array:
     """`rotate` of float32 numbers, rounded to `dtype` but left in float32."""
     size = hadamard.size

@@ -29,7 +29,7 @@ def attributes(fmt: Format, column_major: bool) -> dict[str, Any]:
 def layouts(codes_and_scales: Sequence[Any], column_major: bool) -> list[tuple[int, ...] | None]:
     """The layouts of codes, scales, codes, scales and so on, for `jax.ffi.ffi_call`."""
 
-    def layout(i, ndim):
+    def layout(i: int, ndim: int) -> tuple[int, ...] | None:
         return (*range(ndim - 2), ndim - 1, ndim - 2) if column_major and i % 2 else None
 
     return [layout(i, len(array.shape)) for i, array in enumerate(codes_and_scales)]

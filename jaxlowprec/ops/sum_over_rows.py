@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -59,16 +60,16 @@ def memory_of_parts(rows: Any, arrays: int = 1) -> tuple[tuple[int, ...], Any]:
 
 
 @functools.cache
-def sum_over_rows_op(rows_split: bool = False, implementation: Implementation = None):
+def sum_over_rows_op(rows_split: bool = False, implementation: Implementation = None) -> wiring.Op:
     """x [..., R, C], or [..., S, R, C] with `rows_split` -> float32 [..., C], see `reference.sum_over_rows`."""
 
-    def matrix(x):
+    def matrix(x: jax.Array) -> jax.Array:
         return merged_rows(x) if rows_split else x
 
-    def outputs(x):
+    def outputs(x: jax.Array) -> wiring.Shapes:
         return [((*x.shape[: -3 if rows_split else -2], x.shape[-1]), jnp.float32)]
 
-    def native_call(x, workspace):
+    def native_call(x: jax.Array, workspace: wiring.Shapes) -> Sequence[jax.Array]:
         results = [jax.ShapeDtypeStruct(*result) for result in (*outputs(x), *workspace)]
         return jax.ffi.ffi_call("jaxlowprec_sum_over_rows", results)(matrix(x))[:1]
 

@@ -64,7 +64,7 @@ class _Here(threading.local):
         watching: the event loop that will check whether a task left a scope open.
     """
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.scopes: list[_Scope] = []
         self.waited: list[_Scope] = []
         self.watching: asyncio.AbstractEventLoop | None = None

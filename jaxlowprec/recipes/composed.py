@@ -54,7 +54,7 @@ class PerLayer(Recipe):
     stacks: tuple[tuple[str, int, int], ...] = ()
     backward_override = None  # each layer's own recipe has it
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         given = self.rules
         if not isinstance(given, list | tuple) or not all(isinstance(r, list | tuple) and len(r) == 2 for r in given):
             raise TypeError(
@@ -261,7 +261,7 @@ class PerGemm(Recipe):
     wgrad: Recipe | Literal["dequantized"] | None = None
     backward_override = None  # that of each GEMM's own recipe holds
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         for gemm in GEMMS:
             _check_recipe(gemm, getattr(self, gemm))
         if not self._recipes():

@@ -57,7 +57,7 @@ class Custom(Recipe):
     backward_override: BackwardOverride = backward_override()
     sums: Sums | SumKind = Sums()
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         check_common(self)
         if not callable(self.factory) or not isinstance(self.factory, Hashable):
             raise TypeError(f"Custom: factory={shown(self.factory)}; needs a hashable function of a QuantizerRole")

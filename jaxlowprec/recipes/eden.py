@@ -67,7 +67,7 @@ class NVFP4Eden(Recipe):
     forward_override: ForwardOverride = None
     sums: Sums | SumKind = Sums()
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         check_field(self, "weight_block", ("1x16", "16x16"))
         check_field(self, "scale_rule", ("six", "four_over_six", "four_over_six_mse", "search"))
         check_field(self, "eden", ("both", "gradient"))

@@ -179,7 +179,7 @@ class Sums:
     dgrad: SumKind = "float32"
     wgrad: SumKind = "float32"
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         for gemm in ("fprop", "dgrad", "wgrad"):
             one_of("Sums", gemm, getattr(self, gemm), *KINDS)
 

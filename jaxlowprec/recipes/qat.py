@@ -136,7 +136,7 @@ class Int4QAT(QAT):
     include: tuple[str, ...] = (".*",)
     exclude: tuple[str, ...] = DEFAULT_EXCLUDE
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         object.__setattr__(self, "scale_dtype", self.weight_format.scale_dtype)
         self._check()
 
@@ -171,7 +171,7 @@ class WeightQAT(QAT):
     exclude: tuple[str, ...] = DEFAULT_EXCLUDE
     dtype: str | None = "bfloat16"
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if not isinstance(self.weight_format, Format):
             raise TypeError(f"WeightQAT: weight_format={shown(self.weight_format)}; needs a format such as NVFP4()")
         one_of("WeightQAT", "dtype", self.dtype, "bfloat16", "float16", None)

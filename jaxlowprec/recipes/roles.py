@@ -61,7 +61,7 @@ class Role:
     rounding: Rounding = "nearest"
     hadamard: Hadamard | None = None
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if not isinstance(self.format, Format):
             raise TypeError(f"Role: format={shown(self.format)}; needs a format such as NVFP4()")
         one_of("Role", "rounding", self.rounding, *ROUNDINGS)
@@ -139,7 +139,7 @@ class Roles:
     wgrad: tuple[Role, Role] | BackwardOverride = None
     requantized: tuple[Literal["input", "weight"], ...] = ()
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         for field in ("input", "weight", "gradient"):
             if (role := getattr(self, field)) is not None and not isinstance(role, Role):
                 raise TypeError(f"Roles: {field}={shown(role)}; needs a jaxlowprec.Role or None")
@@ -278,7 +278,7 @@ class MMParams:
 
     use_split_accumulator: bool = True
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         check_field(self, "use_split_accumulator", (True, False))
 
 
@@ -298,7 +298,7 @@ class QParams:
     random_hadamard_transform: bool = False
     stochastic_rounding: bool = False
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         for field in ("power_2_scale", "random_hadamard_transform", "stochastic_rounding"):
             check_field(self, field, (True, False))
         check_amax_epsilon("QParams", self.amax_epsilon)

@@ -105,7 +105,7 @@ class NVFP4BlockScaling(Recipe):
     forward_override: ForwardOverride = None
     sums: Sums | SumKind = Sums()
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         check_common(self)
         for field in ("disable_rht", "disable_stochastic_rounding", "disable_2d_quantization", "row_scaled_activation"):
             check_field(self, field, (True, False))
@@ -166,7 +166,7 @@ class MXFP8BlockScaling(Recipe):
     backward_override: BackwardOverride = backward_override()
     sums: Sums | SumKind = Sums()
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         check_common(self)
         check_field(self, "enable_2d_quantization", (True, False))
         if not is_one_of(self.margin, (0,)):
@@ -218,7 +218,7 @@ class Float8BlockScaling(Recipe):
     backward_override: BackwardOverride = backward_override()
     sums: Sums | SumKind = Sums()
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         check_common(self)
         check_field(self, "use_f32_scales", (True, False))
         dims = ("x_block_scaling_dim", "w_block_scaling_dim", "grad_block_scaling_dim")
@@ -287,7 +287,7 @@ class Float8CurrentScaling(Recipe):
     backward_override: BackwardOverride = backward_override()
     sums: Sums | SumKind = Sums()
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         check_common(self)
         check_field(self, "use_power_2_scales", (True, False))
 
@@ -346,7 +346,7 @@ class DelayedScaling(Recipe):
     backward_override: BackwardOverride = None
     sums: Sums | SumKind = Sums()
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         check_common(self)
         check_field(self, "amax_compute_algo", ("max", "most_recent"))
         if self.backward_override is not None:

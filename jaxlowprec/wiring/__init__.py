@@ -3,7 +3,11 @@
 from jaxlowprec.wiring.defining import (
     IN_THEIR_DTYPE,
     Adder,
+    AddUp,
+    Body,
+    Op,
     Partials,
+    Shapes,
     align_varying,
     as_bytes,
     define,
@@ -15,8 +19,12 @@ from jaxlowprec.wiring.sharding_rule import ShardingRule
 
 __all__ = [
     "IN_THEIR_DTYPE",
+    "AddUp",
     "Adder",
+    "Body",
+    "Op",
     "Partials",
+    "Shapes",
     "ShardingRule",
     "align_varying",
     "as_bytes",

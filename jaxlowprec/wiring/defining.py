@@ -8,7 +8,7 @@ import itertools
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +24,14 @@ from jaxlowprec.wiring.sharding_rule import MeshArray, ShardingRule, Split
 __all__ = ["ShardingRule", "align_varying", "as_bytes", "define", "from_bytes", "further_axes", "varying_axes"]
 
 Avals = Sequence[Any]
+Shapes = Sequence[tuple[tuple[int, ...], Any]]
+"""Shape and dtype of each result of an op."""
+Body = Callable[..., Sequence[jax.Array]]
+"""Arrays -> arrays: what computes an op on one platform."""
+Op = Callable[..., tuple[jax.Array, ...]]
+"""Arrays -> a tuple of arrays, under every transformation but autodiff."""
+AddUp = Callable[[jax.Array], jax.Array]
+"""Adds up partial results of devices, see `define`'s `when_reduced`."""
 _TILED = re.compile(r"{devices=\[([\d,]+)\](?:([\d,]+)|<=\[([\d,]+)\](?:T\(([\d,]+)\))?)(?: last_tile_dim_replicate)?}")
 
 
@@ -104,10 +112,10 @@ def _as_by_default() -> Iterator[None]:
         yield
 
 
-def _lowering(body: Callable):
+def _lowering(body: Body) -> Callable[..., Any]:
     lower = mlir.lower_fun(body, multiple_results=True)
 
-    def rule(ctx, *args):
+    def rule(ctx: Any, *args: Any) -> Any:
         avals_in, avals_out = (
             [jax.core.ShapedArray(a.shape, a.dtype) for a in avals] for avals in (ctx.avals_in, ctx.avals_out)
         )
@@ -117,7 +125,7 @@ def _lowering(body: Callable):
     return rule
 
 
-def _unless_empty(native: Callable, reference: Callable) -> Callable:
+def _unless_empty(native: Body, reference: Body) -> Body:
     """A native body that leaves the work to the reference where the first operand has no elements.
 
     Kernels write only results that depend on elements. A result that exists without any, such as the scale of an empty
@@ -143,18 +151,18 @@ def define(
     name: str,
     *,
     rule: ShardingRule,
-    outputs: Callable[..., Sequence[tuple[tuple[int, ...], Any]]],
-    reference: Callable,
-    native: Callable | Mapping[str, Callable] | None = None,
+    outputs: Callable[..., Shapes],
+    reference: Body,
+    native: Body | Mapping[str, Body] | None = None,
     platforms: Sequence[str] = (),
     collective: Callable | Sequence[Callable] = jax.lax.psum,
-    when_reduced: Callable | None = None,
-    when_split: Callable | None = None,
+    when_reduced: Body | None = None,
+    when_split: Body | None = None,
     out_spec: PartitionSpec | None = None,
     only_native: bool = False,
     missing: Mapping[str, str] | None = None,
     adder: Adder = IN_THEIR_DTYPE,
-) -> Callable:
+) -> Op:
     """Makes an op: a function of arrays that returns a tuple of arrays, under every transformation but autodiff.
 
     Arguments:
@@ -189,7 +197,7 @@ def define(
     collectives = [collective] * len(rule.results) if callable(collective) else collective
 
     @primitive.def_abstract_eval
-    def _(*avals):
+    def _(*avals: Any) -> list[Any]:
         first, shapes = avals[0], outputs(*avals)
         mesh = first.sharding.mesh
         split: Split = {}
@@ -211,8 +219,8 @@ def define(
             for tokens, (shape, dtype) in zip(rule.results, shapes, strict=True)
         ]
 
-    def unavailable(why: str) -> Callable:
-        def body(*args):
+    def unavailable(why: str) -> Body:
+        def body(*args: jax.Array) -> NoReturn:
             raise NotImplementedError(f'{name}: implementation="ffi" has kernels for {tuple(platforms)}, {why}')
 
         return body
@@ -227,17 +235,19 @@ def define(
             primitive.native[platform] = body
             mlir.register_lowering(primitive, _lowering(_unless_empty(body, reference)), platform=platform)
 
-    def bind(*args):
+    def bind(*args: jax.Array) -> tuple[jax.Array, ...]:
         return tuple(primitive.bind(*align_varying(*args)))
 
     @primitive.def_impl
-    def _(*args):
+    def _(*args: jax.Array) -> tuple[jax.Array, ...]:
         # The implementation is chosen in lowering, which jax.disable_jit would skip. The op is compiled as a whole: a
         # body that calls other ops is lowered without devices unless JAX sees a partitioned op around it.
         with jax.disable_jit(False):
             return compiled(*args)
 
-    def partition(dtypes, mesh, args, results):
+    def partition(
+        dtypes: Sequence[Any], mesh: Any, args: Avals, results: Any
+    ) -> tuple[Any, Body, tuple[Any, ...], tuple[Any, ...]]:
         """JAX passes shardings that may contradict each other or be inexpressible on its mesh: all are derived again
         from the rule."""
         results = jax.tree.leaves(results)
@@ -253,14 +263,14 @@ def define(
         reduced = tuple(axis for factor in rule.reductions for axis in split.get(factor, ()))
         where = [split if rule.is_reduced(tokens) else landed for tokens in rule.operands]
 
-        def add_up(partial, words):
+        def add_up(partial: jax.Array, words: jax.Array | None) -> jax.Array:
             factors = [factor for factor, _ in rule.dims(rule.results[0], partial.ndim)]
             parts = {dim: scattered[factor] for dim, factor in enumerate(factors) if factor in scattered}
             rest = tuple(a for a in reduced if a not in itertools.chain(*parts.values()))
             elsewhere = tuple(a for factor in factors for a in split.get(factor, ()) if a not in reduced)
             return adder.add_up(partial, Partials(parts, rest, elsewhere), words)
 
-        def compute(*local_args):
+        def compute(*local_args: jax.Array) -> tuple[jax.Array, ...]:
             with _as_by_default():  # the collective's own scalar computation too
                 if reduced and when_split:
                     return tuple(when_split(reduced, *local_args))
@@ -271,14 +281,14 @@ def define(
                 found = zip(bind(*local_args), axes, collectives, strict=True)
                 return tuple(combine(out, a) if a else out for out, a, combine in found)
 
-        def shardings(tokens, values, splits):
+        def shardings(tokens: Sequence[Any], values: Avals, splits: Sequence[Split]) -> tuple[NamedSharding, ...]:
             specs = [rule.spec(t, len(v.shape), s) for t, v, s in zip(tokens, values, splits, strict=True)]
             return tuple(NamedSharding(mesh, spec) for spec in specs)
 
         placed_results = shardings(rule.results, results, [{**split, **landed}] * len(results))
         return mesh, _on_bytes(compute, dtypes), placed_results, shardings(rule.operands, args, where)
 
-    def sharding_rule(dtypes, mesh, operands, results):
+    def sharding_rule(dtypes: Sequence[Any], mesh: Any, operands: Avals, results: Avals) -> Any:
         del dtypes
         return rule.shardy(mesh, operands, results)
 
@@ -286,12 +296,12 @@ def define(
     split.def_partition(partition, decode_shardings=False, sharding_rule=sharding_rule)
 
     @functools.cache
-    def op_of(*dtypes):
+    def op_of(*dtypes: Any) -> Op:
         """The op on arrays of these dtypes; its 8-bit floats travel as bytes."""
         op = custom_vmap(lambda *args: split(dtypes, *args))
 
         @op.def_vmap
-        def _(size, batched, *args):
+        def _(size: int, batched: Sequence[bool], *args: jax.Array) -> tuple[tuple[jax.Array, ...], tuple[bool, ...]]:
             for i, (mapped, tokens) in enumerate(zip(batched, rule.operands, strict=True)):
                 if mapped and tokens[:1] != ["..."]:
                     raise NotImplementedError(
@@ -306,7 +316,7 @@ def define(
 
         return op
 
-    def op(*args):
+    def op(*args: jax.Array) -> tuple[jax.Array, ...]:
         results = op_of(*(jnp.dtype(a.dtype) for a in args))(*map(as_bytes, args))
         return from_bytes(results, [dtype for _, dtype in outputs(*args)])
 
@@ -319,7 +329,7 @@ def _without_last(function: Callable) -> Callable:
     return lambda *args: function(*args[:-1])
 
 
-def _on_bytes(function: Callable, dtypes: Sequence[Any]) -> Callable:
+def _on_bytes(function: Body, dtypes: Sequence[Any]) -> Op:
     """The function of arrays of these dtypes, with 8-bit floats passed and returned as bytes."""
     return lambda *args: tuple(map(as_bytes, function(*from_bytes(args, dtypes))))
 

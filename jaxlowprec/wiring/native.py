@@ -165,7 +165,7 @@ def use_isa(name: str) -> None:
         raise ValueError(f"use_isa: {name!r} is not available here; these are: {available_isas()}")
 
 
-def disabled_checks() -> list[Any]:
+def disabled_checks() -> list[jax.export.DisabledSafetyCheck]:
     """The names of this library's kernels, for `jax.export.export(function, disabled_checks=...)`.
 
     JAX refuses to write custom calls into a file, since it cannot promise that they will be there, or mean the same,

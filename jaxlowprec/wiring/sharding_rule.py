@@ -20,6 +20,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 Split = Mapping[str, tuple[str, ...]]  # mesh axes by the factor they split
 
+ShardingLike = NamedSharding | PartitionSpec | None
+"""How a result is to be split, in explicit mode; None: as JAX derives it from the operands."""
+
 
 class MeshArray(NamedTuple):
     """An array on a mesh.
@@ -31,7 +34,7 @@ class MeshArray(NamedTuple):
     """
 
     shape: tuple[int, ...]
-    spec: Sequence[Any]
+    spec: PartitionSpec | Sequence[Any]
     itemsize: int
 
     @property
@@ -282,12 +285,12 @@ def sharding_of_product(x: jax.Array, features: tuple[str, ...]) -> NamedShardin
     return sharding.update(spec=PartitionSpec(*lines, tuple(axis for axis in features if axis not in used)))
 
 
-def spec_of(out_sharding: NamedSharding | PartitionSpec | None) -> PartitionSpec | None:
+def spec_of(out_sharding: ShardingLike) -> PartitionSpec | None:
     """The partition in it: what a `wiring` op takes as `out_spec`."""
     return out_sharding.spec if isinstance(out_sharding, NamedSharding) else out_sharding
 
 
-def resharded(x: jax.Array, out_sharding: NamedSharding | PartitionSpec | None) -> jax.Array:
+def resharded(x: jax.Array, out_sharding: ShardingLike) -> jax.Array:
     """x, split as `out_sharding` says; x itself where that is None."""
     return x if out_sharding is None else jax.sharding.reshard(x, out_sharding)
 

@@ -148,7 +148,7 @@ ACTIVATIONS = {"geglu": geglu, "gelu": gelu, "relu_squared": relu_squared, "silu
 """The functions by their names, which layers take."""
 
 
-def _activation(kind: str, implementation: Any, *operands: Any) -> jax.Array:
+def _activation(kind: str, implementation: Implementation, *operands: Any) -> jax.Array:
     """The activation of operands that are checked here: x, or gate and up."""
     check_implementation(kind, implementation)
     names = ("gate", "up") if len(operands) == 2 else ("x",)
@@ -167,12 +167,16 @@ def _activate(kind: str, implementation: Implementation, *operands: jax.Array) -
     return activation_op(kind, implementation)(*operands)[0]
 
 
-def _forward(kind: str, implementation: Implementation, *operands: jax.Array):
+def _forward(
+    kind: str, implementation: Implementation, *operands: jax.Array
+) -> tuple[jax.Array, tuple[jax.Array, ...]]:
     operands = _differentiated_once(operands)
     return activation_op(kind, implementation)(*operands)[0], operands
 
 
-def _backward(kind: str, implementation: Implementation, operands: tuple[jax.Array, ...], dy: jax.Array):
+def _backward(
+    kind: str, implementation: Implementation, operands: tuple[jax.Array, ...], dy: jax.Array
+) -> tuple[jax.Array, ...]:
     gradients = activation_gradient_op(kind, implementation)(_differentiated_once(dy), *operands)
     return tuple(resharded(g, sharding_of(x)) for g, x in zip(gradients, operands, strict=True))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -59,15 +60,15 @@ def _gradients(wanted: Amaxes, row_sums: bool, *operands: Any) -> list[tuple[tup
 
 
 @functools.cache
-def activation_op(kind: str, implementation: Implementation = None, amaxes: Amaxes | None = None):
+def activation_op(kind: str, implementation: Implementation = None, amaxes: Amaxes | None = None) -> wiring.Op:
     """x [..., R, C] and, if it is gated, up -> [..., R, C] in x's dtype, see `reference.activation`; and the amaxes of
     that result, float32 [...] each."""
     rule, wanted = reference.NAMED_ACTIVATIONS[kind], amaxes or NO_AMAXES
 
-    def outputs(x, *_):
+    def outputs(x: jax.Array, *_: jax.Array) -> wiring.Shapes:
         return [(x.shape, x.dtype), *wanted.outputs(x)]
 
-    def run_reference(x, *up):
+    def run_reference(x: jax.Array, *up: jax.Array) -> Sequence[jax.Array]:
         y = reference.activation(kind, x, *up)
         return [y, *wanted.reference(y)]
 
@@ -85,7 +86,7 @@ def activation_op(kind: str, implementation: Implementation = None, amaxes: Amax
 @functools.cache
 def activation_gradient_op(
     kind: str, implementation: Implementation = None, amaxes: Amaxes | None = None, row_sums: bool = False
-):
+) -> wiring.Op:
     """dy, x [..., R, C] and, if it is gated, up -> the gradients of x and up, see `reference.activation_gradient`; the
     amaxes of the one and of the other, float32 [...] each; and, if `row_sums`, their sums over rows, float32 [..., C].
 
@@ -94,12 +95,12 @@ def activation_gradient_op(
     rule, wanted = reference.NAMED_ACTIVATIONS[kind], amaxes or NO_AMAXES
     gradients = 1 + rule.gated
 
-    def run_reference(dy, x, *up):
+    def run_reference(dy: jax.Array, x: jax.Array, *up: jax.Array) -> Sequence[jax.Array]:
         found = reference.activation_gradient(kind, dy, x, *up)
         of_amaxes = [amax for gradient in found for amax in wanted.reference(gradient)]
         return found + of_amaxes + ([sum_over_rows(wanted.matrix(g)) for g in found] if row_sums else [])
 
-    def run_cuda(*operands):
+    def run_cuda(*operands: jax.Array) -> Sequence[jax.Array]:
         return _native_gradient_call_on_cuda(kind, wanted, row_sums, *operands)
 
     before_sums = gradients * (1 + wanted.count)

@@ -6,11 +6,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 
 from jaxlowprec import wiring
+from jaxlowprec.arrays.formats import Format
 from jaxlowprec.arrays.quantized_array import QuantizedArray
 from jaxlowprec.ops import scale_order
 from jaxlowprec.ops.activations import reference
@@ -26,7 +26,7 @@ BothWays = tuple[QuantizedArray | None, QuantizedArray | None]
 
 def quantized_activation(
     kind: str,
-    fmt: Any,
+    fmt: Format,
     operands: Sequence[jax.Array],
     *,
     rowwise: bool = True,
@@ -55,7 +55,7 @@ def quantized_activation(
 
 def quantized_activation_gradients(
     kind: str,
-    fmt: Any,
+    fmt: Format,
     dy: jax.Array,
     operands: Sequence[jax.Array],
     *,
@@ -87,11 +87,11 @@ def _both_ways(results: Sequence[jax.Array], quantized: QuantizeSpec, like: jax.
 
 
 @functools.cache
-def activation_quantize_op(kind: str, quantized: QuantizeSpec, implementation: Implementation = None):
+def activation_quantize_op(kind: str, quantized: QuantizeSpec, implementation: Implementation = None) -> wiring.Op:
     """The operands of `activation_op`, and those of `quantize_op` beside its x -> the results of `quantize_op` for the
     activation. `quantized` is of a format without a tensor scale."""
 
-    def run_reference(*operands):
+    def run_reference(*operands: jax.Array) -> Sequence[jax.Array]:
         return [reference.activation(kind, *operands)]
 
     counts = 1 + NAMED_ACTIVATIONS[kind].gated, 1
@@ -99,7 +99,9 @@ def activation_quantize_op(kind: str, quantized: QuantizeSpec, implementation: I
 
 
 @functools.cache
-def activation_gradient_quantize_op(kind: str, quantized: QuantizeSpec, implementation: Implementation = None):
+def activation_gradient_quantize_op(
+    kind: str, quantized: QuantizeSpec, implementation: Implementation = None
+) -> wiring.Op:
     """The operands of `activation_gradient_op` -> the results of `quantize_op` for the gradient of x and, if it is
     gated, for that of up. `quantized` is of a format without a tensor scale, and to nearest."""
     run_reference = functools.partial(reference.activation_gradient, kind)
@@ -127,10 +129,10 @@ def _define(
     rows = f"{rule.lines} {rule.columns}"
     of_matrix = dataclasses.replace(quantized, rows_split=False)
 
-    def on_matrices(body):
+    def on_matrices(body: wiring.Body) -> wiring.Body:
         """The body, which takes matrices, on tensors whose rows may be split."""
 
-        def run(x, *rest):
+        def run(x: jax.Array, *rest: jax.Array) -> Sequence[jax.Array]:
             if not quantized.rows_split:
                 return body(x, *rest)
             merged, *random = quantize.merged(quantized, x, *rest[operands - 1 :])
@@ -141,11 +143,11 @@ def _define(
 
         return run
 
-    def run_reference(*args):
+    def run_reference(*args: jax.Array) -> Sequence[jax.Array]:
         made = make(*args[:operands])
         return [array for y in made for array in quantize.reference_call(of_matrix, y, *args[operands:])]
 
-    def run_native(x, *rest, column_major=False):
+    def run_native(x: jax.Array, *rest: jax.Array, column_major: bool = False) -> Sequence[jax.Array]:
         found = [jax.ShapeDtypeStruct(*result) for result in quantize.shapes(of_matrix, x)] * results
         layouts = scale_order.layouts(found, column_major)
         attributes = {
@@ -155,7 +157,7 @@ def _define(
         }
         return jax.ffi.ffi_call(name, found, output_layouts=layouts)(x, *rest, **attributes)
 
-    def run_on_gpu(*args):
+    def run_on_gpu(*args: jax.Array) -> Sequence[jax.Array]:
         return run_native(*args, column_major=scale_order.is_column_major(quantized.format))
 
     return wiring.define(

@@ -152,9 +152,9 @@ def multiply_groups(
     a: GroupedQuantizedArray,
     b: QuantizedArray,
     bias: Float[Array, "*B E N"] | None,
-    out_dtype: Any,
+    out_dtype: jax.typing.DTypeLike,
     implementation: Implementation = None,
-    precision: Any = None,
+    precision: jax.lax.PrecisionLike = None,
 ) -> Float[Array, "*B T N"]:
     """a rowwise [..., T, K] by the weight of each row's group, b [..., E, N, K] quantised along K.
 
@@ -176,7 +176,12 @@ def multiply_groups(
 
 
 def _multiply_rows(
-    a: GroupedQuantizedArray, b: QuantizedArray, bias: Any, out_dtype: Any, implementation: Any, precision: Any
+    a: GroupedQuantizedArray,
+    b: QuantizedArray,
+    bias: Any,
+    out_dtype: jax.typing.DTypeLike,
+    implementation: Implementation,
+    precision: jax.lax.PrecisionLike,
 ) -> jax.Array:
     """`multiply_groups` of rows with amaxes of their own, which multiply the sums before the bias is added."""
     of_rows, of_groups = a.amax, b.amax
@@ -194,9 +199,9 @@ def _multiply_rows(
 def multiply_within_groups(
     a: GroupedQuantizedArray,
     b: GroupedQuantizedArray,
-    out_dtype: Any,
+    out_dtype: jax.typing.DTypeLike,
     implementation: Implementation = None,
-    precision: Any = None,
+    precision: jax.lax.PrecisionLike = None,
     accumulate: Float[Array, "*B E M N"] | None = None,
 ) -> Float[Array, "*B E M N"]:
     """a columnwise, of [..., T, M], transposed @ b columnwise, of [..., T, N], within each group.

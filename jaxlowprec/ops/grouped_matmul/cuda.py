@@ -10,7 +10,8 @@ memory are those of the rows and of at most one more chunk per group. Numbers ar
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +25,10 @@ from jaxlowprec.ops.grouped_matmul.reference import by_chunks, chunk_of, where_e
 from jaxlowprec.ops.scaled_matmul.op import MatmulSpec, matmul_op
 from jaxlowprec.ops.weight_only_matmul.op import WeightOnlySpec, weight_only_op
 
+if TYPE_CHECKING:
+    from jaxlowprec.ops.grouped_matmul.op import GroupedMatmulSpec
+    from jaxlowprec.ops.grouped_matmul.weight_only import GroupedWeightOnlySpec
+
 _LEAST, _MOST = 128, 1024
 
 
@@ -32,7 +37,16 @@ def chunk_rows(rows: int, experts: int, least: int = _LEAST) -> int:
     return min(_MOST, max(least, 1 << (-(-rows // max(1, experts)) - 1).bit_length()))
 
 
-def matmul(spec: Any, implementation: Implementation, a_data, sizes, a_scale, b_data, b_scale, *rest) -> jax.Array:
+def matmul(
+    spec: GroupedMatmulSpec,
+    implementation: Implementation,
+    a_data: jax.Array,
+    sizes: jax.Array,
+    a_scale: jax.Array,
+    b_data: jax.Array,
+    b_scale: jax.Array,
+    *rest: jax.Array,
+) -> jax.Array:
     """`grouped_matmul_op`, sizes second."""
     rows, columns = a_data.shape[0], b_data.shape[-2]
     epilogue = Epilogue(spec.bias, False, None, False, spec.out_dtype)
@@ -41,14 +55,20 @@ def matmul(spec: Any, implementation: Implementation, a_data, sizes, a_scale, b_
     data_of = _chunk_of_codes(a_data, chunk)
     scale_of = None if spec.per_group else _chunk_of_codes(a_scale, chunk)
 
-    def multiply(row, group):
+    def multiply(row: jax.Array, group: jax.Array) -> jax.Array:
         a = data_of(row), a_scale[group] if scale_of is None else scale_of(row)
         return matmul_op(dense, implementation)(*a, b_data[group], b_scale[group], *(of[group] for of in rest))[0]
 
     return by_chunks(sizes, rows, columns, spec.out_dtype, multiply, chunk)
 
 
-def weight_only(spec: Any, implementation: Implementation, x, sizes, *weight_and_bias) -> jax.Array:
+def weight_only(
+    spec: GroupedWeightOnlySpec,
+    implementation: Implementation,
+    x: jax.Array,
+    sizes: jax.Array,
+    *weight_and_bias: jax.Array,
+) -> jax.Array:
     """`grouped_weight_only_op`, sizes second."""
     rows, columns = x.shape[0], weight_and_bias[0].shape[-2]
     epilogue = Epilogue(spec.bias, False, None, False, spec.out_dtype)
@@ -56,13 +76,20 @@ def weight_only(spec: Any, implementation: Implementation, x, sizes, *weight_and
     chunk = chunk_rows(rows, sizes.shape[0], 16)  # as few as the weight-only kernel takes
     rows_of = chunk_of(x, chunk)
 
-    def multiply(row, group):
+    def multiply(row: jax.Array, group: jax.Array) -> jax.Array:
         return weight_only_op(dense, implementation)(rows_of(row), *(of[group] for of in weight_and_bias))[0]
 
     return by_chunks(sizes, rows, columns, spec.out_dtype, multiply, chunk)
 
 
-def wgrad(spec: Any, implementation: Implementation, rows: int, a_data, sizes, *operands):
+def wgrad(
+    spec: GroupedMatmulSpec,
+    implementation: Implementation,
+    rows: int,
+    a_data: jax.Array,
+    sizes: jax.Array,
+    *operands: jax.Array,
+) -> jax.Array:
     """`grouped_wgrad_op`, sizes second."""
     a_scale, b_data, b_scale, *rest = operands
     amaxes = rest[: 2 * spec.two_level]
@@ -75,7 +102,7 @@ def wgrad(spec: Any, implementation: Implementation, rows: int, a_data, sizes, *
     a_of = _chunk_of_columns(a_data, a_scale, spec.a_format, groups, chunk)
     b_of = _chunk_of_columns(b_data, b_scale, spec.b_format, groups, chunk)
 
-    def add(dw, slot):
+    def add(dw: jax.Array, slot: tuple[jax.Array, ...]) -> tuple[jax.Array, None]:
         group, _, _, valid = slot
         of_group = [jnp.where(valid > 0, amax[group], 0.0) for amax in amaxes]  # a slot without rows adds 0, not NaN
         (total,) = matmul_op(dense, implementation)(*a_of(*slot), *b_of(*slot), *of_group, dw[group])
@@ -86,24 +113,26 @@ def wgrad(spec: Any, implementation: Implementation, rows: int, a_data, sizes, *
     return jax.lax.scan(add, before, xs)[0].astype(spec.out_dtype)
 
 
-def _chunk_of_codes(x: jax.Array, chunk: int):
+def _chunk_of_codes(x: jax.Array, chunk: int) -> Callable[[jax.Array], jax.Array]:
     """`chunk_of` codes or scales."""
     rows_of = chunk_of(wiring.as_bytes(x), chunk)
     return lambda row: wiring.from_bytes([rows_of(row)], [x.dtype])[0]
 
 
-def _chunk_of_columns(data: jax.Array, scale: jax.Array, fmt: Format, groups: Groups, chunk: int):
+def _chunk_of_columns(
+    data: jax.Array, scale: jax.Array, fmt: Format, groups: Groups, chunk: int
+) -> Callable[..., tuple[jax.Array, jax.Array]]:
     """Codes [M, bytes of `chunk`] and scales [M, blocks] of a slot, given its fields; zero bytes follow its rows."""
     block = max(fmt.length, BLOCK)
     first = groups.first_slots(block)
 
-    def pieces(x, at, count, valid):
+    def pieces(x: jax.Array, at: jax.Array, count: int, valid: jax.Array) -> jax.Array:
         """`count` columns of x from `at` on; zeros after the first `valid`."""
         padded = jnp.pad(wiring.as_bytes(x), ((0, 0), (0, count)))
         found = jax.lax.dynamic_slice_in_dim(padded, at, count, axis=1)
         return wiring.from_bytes([where_else_zero(jnp.arange(count) < valid, found)], [x.dtype])[0]
 
-    def of_slot(group, within, row, valid):
+    def of_slot(group: jax.Array, within: jax.Array, row: jax.Array, valid: jax.Array) -> tuple[jax.Array, jax.Array]:
         blocks, slot = -(-valid // block), first[group] + within * (chunk // block)
         if fmt.packed:
             codes = pieces(data, slot * block // 2, chunk // 2, blocks * block // 2)

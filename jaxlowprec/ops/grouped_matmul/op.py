@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -37,7 +38,7 @@ class GroupedMatmulSpec:
     ragged_columns: bool
     ragged_depth: bool
     bias: bool
-    out_dtype: Any
+    out_dtype: jax.typing.DTypeLike
     float32_sums: bool = False
     accumulate: bool = False
 
@@ -78,19 +79,21 @@ def _rule(spec: GroupedMatmulSpec) -> wiring.ShardingRule:
 
 
 @functools.cache
-def grouped_matmul_op(spec: GroupedMatmulSpec, implementation: Implementation):
+def grouped_matmul_op(spec: GroupedMatmulSpec, implementation: Implementation) -> wiring.Op:
     """a [..., T, K] in groups and b [..., E, N, K], each as data and scale; sizes [..., E]; both amaxes [..., E] where
     there are, and the bias float32 [..., E, N] -> [..., T, N]."""
     first_extra = 5 + 2 * spec.two_level
 
-    def outputs(a_data, a_scale, b_data, *_):
+    def outputs(a_data: jax.Array, a_scale: jax.Array, b_data: jax.Array, *_: jax.Array) -> wiring.Shapes:
         return [((*a_data.shape[:-1], b_data.shape[-2]), spec.out_dtype)]
 
-    def one_batch(a_data, sizes, a_scale, b_data, b_scale, *rest):
+    def one_batch(
+        a_data: jax.Array, sizes: jax.Array, a_scale: jax.Array, b_data: jax.Array, b_scale: jax.Array, *rest: jax.Array
+    ) -> jax.Array:
         data_of = reference.chunk_of(a_data)
         scale_of = None if spec.per_group else reference.chunk_of(wiring.as_bytes(a_scale))
 
-        def multiply(row, group):
+        def multiply(row: jax.Array, group: jax.Array) -> jax.Array:
             scale = a_scale[group] if scale_of is None else wiring.from_bytes([scale_of(row)], [a_scale.dtype])[0]
             y = products(data_of(row), scale, spec.a_format, b_data[group], b_scale[group], spec.b_format)
             if spec.two_level:
@@ -99,20 +102,24 @@ def grouped_matmul_op(spec: GroupedMatmulSpec, implementation: Implementation):
 
         return reference.by_chunks(sizes, a_data.shape[0], b_data.shape[-2], spec.out_dtype, multiply)
 
-    def run_reference(a_data, a_scale, b_data, b_scale, sizes, *rest):
+    def run_reference(
+        a_data: jax.Array, a_scale: jax.Array, b_data: jax.Array, b_scale: jax.Array, sizes: jax.Array, *rest: jax.Array
+    ) -> Sequence[jax.Array]:
         return [over_batches(one_batch)(a_data, sizes, a_scale, b_data, b_scale, *rest)]
 
-    def run_native(*operands):
+    def run_native(*operands: jax.Array) -> Sequence[jax.Array]:
         ((shape, dtype),) = outputs(*operands)
         call = jax.ffi.ffi_call("jaxlowprec_grouped_matmul", jax.ShapeDtypeStruct(shape, dtype))
         formats = {"a_format": spec.a_format.attributes, "b_format": spec.b_format.attributes}
         return [call(*operands, **formats, bias=spec.bias)]
 
-    def run_on_gpu(a_data, a_scale, b_data, b_scale, sizes, *rest):
+    def run_on_gpu(
+        a_data: jax.Array, a_scale: jax.Array, b_data: jax.Array, b_scale: jax.Array, sizes: jax.Array, *rest: jax.Array
+    ) -> Sequence[jax.Array]:
         multiply = over_batches(functools.partial(cuda.matmul, spec, implementation))
         return [multiply(a_data, sizes, a_scale, b_data, b_scale, *rest)]
 
-    def when_reduced(add_up, *operands):
+    def when_reduced(add_up: wiring.AddUp, *operands: jax.Array) -> Sequence[jax.Array]:
         """If K is split, partial sums (scales applied) are added up in float32 before bias and cast."""
         plain = dataclasses.replace(spec, bias=False, out_dtype=jnp.dtype("float32"))
         (partial,) = grouped_matmul_op(plain, implementation)(*operands[:first_extra])
@@ -135,7 +142,7 @@ def grouped_matmul_op(spec: GroupedMatmulSpec, implementation: Implementation):
 def bias_of_rows(bias: jax.Array, sizes: jax.Array, rows: int) -> jax.Array:
     """[..., E, N] -> [..., T, N]: the bias of each row's group, 0 for rows in no group."""
 
-    def one_batch(bias, sizes):
+    def one_batch(bias: jax.Array, sizes: jax.Array) -> jax.Array:
         group = Groups.of(sizes, rows).of_rows()
         return jnp.take(bias, group, axis=0, mode="fill", fill_value=0)
 
@@ -143,7 +150,7 @@ def bias_of_rows(bias: jax.Array, sizes: jax.Array, rows: int) -> jax.Array:
 
 
 @functools.cache
-def grouped_wgrad_op(spec: GroupedMatmulSpec, rows: int, implementation: Implementation):
+def grouped_wgrad_op(spec: GroupedMatmulSpec, rows: int, implementation: Implementation) -> wiring.Op:
     """a [..., M, T] and b [..., N, T] columnwise in groups of T = `rows`, each as data and scale; sizes [..., E]; both
     amaxes [..., E] where there are, and what to accumulate onto [..., E, M, N] -> [..., E, M, N], contracted over the
     rows of each group."""
@@ -155,10 +162,14 @@ def grouped_wgrad_op(spec: GroupedMatmulSpec, rows: int, implementation: Impleme
     text = f"{', '.join(operands)} -> ... e m n"
     whole = [f for f in ("t", "tcodes", "tblocks", "e") if f" {f}" in text]
 
-    def outputs(a_data, a_scale, b_data, b_scale, sizes, *_):
+    def outputs(
+        a_data: jax.Array, a_scale: jax.Array, b_data: jax.Array, b_scale: jax.Array, sizes: jax.Array, *_: jax.Array
+    ) -> wiring.Shapes:
         return [((*sizes.shape, a_data.shape[-2], b_data.shape[-2]), spec.out_dtype)]
 
-    def one_batch(a_data, sizes, a_scale, b_data, b_scale, *rest):
+    def one_batch(
+        a_data: jax.Array, sizes: jax.Array, a_scale: jax.Array, b_data: jax.Array, b_scale: jax.Array, *rest: jax.Array
+    ) -> jax.Array:
         a = reference.Columns(a_data, a_scale, formats[0])
         b = reference.Columns(b_data, b_scale, formats[1])
         y = reference.wgrad_terms(a, b, sizes, rows)
@@ -170,10 +181,12 @@ def grouped_wgrad_op(spec: GroupedMatmulSpec, rows: int, implementation: Impleme
         before = rest[-1].astype(jnp.float32) if spec.accumulate else jnp.zeros_like(y)
         return jnp.where(empty, before, y + before if spec.accumulate else y).astype(spec.out_dtype)
 
-    def run_reference(a_data, a_scale, b_data, b_scale, sizes, *rest):
+    def run_reference(
+        a_data: jax.Array, a_scale: jax.Array, b_data: jax.Array, b_scale: jax.Array, sizes: jax.Array, *rest: jax.Array
+    ) -> Sequence[jax.Array]:
         return [over_batches(one_batch)(a_data, sizes, a_scale, b_data, b_scale, *rest)]
 
-    def run_native(*operands):
+    def run_native(*operands: jax.Array) -> Sequence[jax.Array]:
         ((shape, dtype),) = outputs(*operands)
         aliases = {len(operands) - 1: 0} if spec.accumulate else {}
         result = jax.ShapeDtypeStruct(shape, dtype)
@@ -181,7 +194,9 @@ def grouped_wgrad_op(spec: GroupedMatmulSpec, rows: int, implementation: Impleme
         attributes = {"a_format": formats[0].attributes, "b_format": formats[1].attributes, "rows": rows}
         return [call(*operands, **attributes, accumulate=spec.accumulate)]
 
-    def run_on_gpu(a_data, a_scale, b_data, b_scale, sizes, *rest):
+    def run_on_gpu(
+        a_data: jax.Array, a_scale: jax.Array, b_data: jax.Array, b_scale: jax.Array, sizes: jax.Array, *rest: jax.Array
+    ) -> Sequence[jax.Array]:
         multiply = over_batches(functools.partial(cuda.wgrad, spec, implementation, rows))
         return [multiply(a_data, sizes, a_scale, b_data, b_scale, *rest)]
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxlowprec import wiring
-from jaxlowprec.arrays.formats import BLOCK
+from jaxlowprec.arrays.formats import BLOCK, Format
 from jaxlowprec.arrays.hadamard import Hadamard
 from jaxlowprec.ops import amax as amax_op
 from jaxlowprec.ops.amax import Amaxes, largest_over
@@ -40,7 +40,7 @@ def over_batches(function: Callable) -> Callable:
     """Maps a function of arrays without batch axes over those of its second argument, the sizes [..., E]; the arguments
     after it that `shared` lists have no batch axes."""
 
-    def run(x, sizes, *rest, shared=()):
+    def run(x: jax.Array, sizes: jax.Array, *rest: jax.Array, shared: Sequence[int] = ()) -> Any:
         mapped = function
         for _ in range(sizes.ndim - 1):
             mapped = jax.vmap(mapped, in_axes=(0, 0, *(None if i in shared else 0 for i in range(len(rest)))))
@@ -116,7 +116,7 @@ def _rule(spec: GroupedQuantizeSpec) -> wiring.ShardingRule:
 
 
 @functools.cache
-def grouped_quantize_op(spec: GroupedQuantizeSpec, implementation: Implementation):
+def grouped_quantize_op(spec: GroupedQuantizeSpec, implementation: Implementation) -> wiring.Op:
     """x [..., T, C], sizes [..., E], an amax [..., E] (or encode scale) per direction for formats with a tensor scale,
     then if stochastic keys [..., E, 2] and indices of lines and sixteens per direction -> codes and scales per
     direction.
@@ -125,7 +125,7 @@ def grouped_quantize_op(spec: GroupedQuantizeSpec, implementation: Implementatio
     """
     fmt = spec.format
 
-    def outputs(x, sizes, *_):
+    def outputs(x: jax.Array, sizes: jax.Array, *_: jax.Array) -> wiring.Shapes:
         *batch, rows, columns = x.shape
         shapes = []
         for wanted, columnwise in ((spec.rowwise, False), (spec.columnwise, True)):
@@ -138,14 +138,14 @@ def grouped_quantize_op(spec: GroupedQuantizeSpec, implementation: Implementatio
             shapes += [((*batch, line, codes), fmt.data_dtype), (scales, fmt.scale_dtype)]
         return shapes
 
-    def one_batch(x, sizes, *operands):
+    def one_batch(x: jax.Array, sizes: jax.Array, *operands: jax.Array) -> list[jax.Array]:
         tensors, random = operands[: spec.tensors], operands[spec.tensors :]
         out: list[jax.Array] = []
         for i in range(spec.directions):
             tensor = tensors[i] if tensors else None
             columnwise = i == 1 or not spec.rowwise
             stream = columnwise + (FIRST_STREAM if spec.eden else 0)
-            draws = Draws(random[0], *random[1 + 2 * i : 3 + 2 * i], stream) if random else None
+            draws = Draws(random[0], random[1 + 2 * i], random[2 + 2 * i], stream) if random else None
             options: Any = {"draws": draws, "eden": spec.eden, "encode_scale_given": spec.encode_scale_given}
             if columnwise:
                 out += reference.quantize_columnwise(x, sizes, fmt, spec.hadamard, tensor, **options)
@@ -153,13 +153,13 @@ def grouped_quantize_op(spec: GroupedQuantizeSpec, implementation: Implementatio
                 out += reference.quantize_rowwise(x, sizes, fmt, tensor, **options)
         return out
 
-    def run_reference(x, sizes, *operands):
+    def run_reference(x: jax.Array, sizes: jax.Array, *operands: jax.Array) -> Sequence[jax.Array]:
         if x.size == 0:
             return [_nothing(shape, dtype, fmt) for shape, dtype in outputs(x, sizes)]
         first_index = spec.tensors + spec.stochastic
         return over_batches(one_batch)(x, sizes, *operands, shared=range(first_index, len(operands)))
 
-    def run_native(x, sizes, *operands):
+    def run_native(x: jax.Array, sizes: jax.Array, *operands: jax.Array) -> Sequence[jax.Array]:
         results = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in outputs(x, sizes)]
         return jax.ffi.ffi_call("jaxlowprec_grouped_quantize", results)(
             x,
@@ -175,7 +175,7 @@ def grouped_quantize_op(spec: GroupedQuantizeSpec, implementation: Implementatio
             sign_mask=_mask(spec.hadamard),
         )
 
-    def run_on_gpu(x, sizes, *operands):
+    def run_on_gpu(x: jax.Array, sizes: jax.Array, *operands: jax.Array) -> Sequence[jax.Array]:
         if x.size == 0:
             return run_reference(x, sizes, *operands)
         shared = range(spec.tensors + spec.stochastic, len(operands))
@@ -191,7 +191,7 @@ def grouped_quantize_op(spec: GroupedQuantizeSpec, implementation: Implementatio
     )
 
 
-def _nothing(shape: tuple[int, ...], dtype: Any, fmt: Any) -> jax.Array:
+def _nothing(shape: tuple[int, ...], dtype: jax.typing.DTypeLike, fmt: Format) -> jax.Array:
     """Codes or scales of an array without elements."""
     if jnp.dtype(dtype).itemsize == 1:
         return jax.lax.bitcast_convert_type(jnp.zeros(shape, jnp.uint8), dtype)
@@ -199,22 +199,22 @@ def _nothing(shape: tuple[int, ...], dtype: Any, fmt: Any) -> jax.Array:
 
 
 @functools.cache
-def grouped_amax_op(plain: bool, hadamard: Hadamard | None, implementation: Implementation):
+def grouped_amax_op(plain: bool, hadamard: Hadamard | None, implementation: Implementation) -> wiring.Op:
     """x [..., T, C], sizes [..., E] -> float32 [..., E]: `plain`, then after the rotation along T in each group."""
     number = int(plain) + int(hadamard is not None)
 
-    def outputs(_, sizes):
+    def outputs(_: jax.Array, sizes: jax.Array) -> wiring.Shapes:
         return [(sizes.shape, jnp.float32)] * number
 
-    def one_batch(x, sizes):
+    def one_batch(x: jax.Array, sizes: jax.Array) -> list[jax.Array]:
         return reference.amax(x, sizes, plain, hadamard)
 
-    def run_native(x, sizes):
+    def run_native(x: jax.Array, sizes: jax.Array) -> Sequence[jax.Array]:
         results = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in outputs(x, sizes)]
         call = jax.ffi.ffi_call("jaxlowprec_grouped_amax", results)
         return call(x, sizes, plain=plain, rotated=hadamard is not None, sign_mask=_mask(hadamard))
 
-    def run_on_gpu(x, sizes):
+    def run_on_gpu(x: jax.Array, sizes: jax.Array) -> Sequence[jax.Array]:
         by = one_batch if x.size == 0 else functools.partial(amax, plain, hadamard)
         return over_batches(by)(x, sizes)
 
@@ -242,7 +242,7 @@ def amax(plain: bool, hadamard: Hadamard | None, x: jax.Array, sizes: jax.Array)
     return [largest_of(of_slots, slots.group, sizes.shape[0]) for of_slots in found]
 
 
-def quantize(spec: Any, x: jax.Array, sizes: jax.Array, *operands: jax.Array) -> list[jax.Array]:
+def quantize(spec: GroupedQuantizeSpec, x: jax.Array, sizes: jax.Array, *operands: jax.Array) -> list[jax.Array]:
     """The op of `quantize_op.py`, on the operands that it documents."""
     groups = Groups.of(sizes, x.shape[0])
     slots = Slots.of(groups, TILE)
@@ -262,12 +262,14 @@ def quantize(spec: Any, x: jax.Array, sizes: jax.Array, *operands: jax.Array) ->
     return results
 
 
-def _random(spec: Any, slots: Slots, random: tuple[jax.Array, ...]) -> list[jax.Array]:
+def _random(spec: GroupedQuantizeSpec, slots: Slots, random: tuple[jax.Array, ...]) -> list[jax.Array]:
     """Keys and indices of lines and sixteens of each slot; along the rows they are counted within its group."""
     if not spec.stochastic:
         return []
 
-    def along_rows(ids, length):  # [T / length] -> [S, TILE / length]; the indices of padding do not matter
+    def along_rows(
+        ids: jax.Array, length: int
+    ) -> jax.Array:  # [T / length] -> [S, TILE / length]; the indices of padding do not matter
         count = TILE // length
         return ids[jnp.minimum(slots.within[:, None] * count + jnp.arange(count), ids.shape[0] - 1)]
 
@@ -288,23 +290,23 @@ def _places_of_rows(groups: Groups) -> tuple[jax.Array, jax.Array, jax.Array]:
     return groups.first_slots(TILE)[group] + local // TILE, local % TILE, there
 
 
-def _rows(groups: Groups, fmt: Any, data: jax.Array, scale: jax.Array) -> list[jax.Array]:
+def _rows(groups: Groups, fmt: Format, data: jax.Array, scale: jax.Array) -> list[jax.Array]:
     """Codes [S, TILE, bytes] and scales, of rows -> as `reference.quantize_rowwise`."""
     slot, row, there = _places_of_rows(groups)
 
-    def of_rows(a):
+    def of_rows(a: jax.Array) -> jax.Array:
         return where_else_zero(there[:, None], a[slot, row])
 
     return [of_rows(data), _tensor_scales(groups, scale) if fmt.scaling == "tensor" else of_rows(scale)]
 
 
-def _columns(groups: Groups, fmt: Any, data: jax.Array, scale: jax.Array) -> list[jax.Array]:
+def _columns(groups: Groups, fmt: Format, data: jax.Array, scale: jax.Array) -> list[jax.Array]:
     """Codes [S, C, bytes] and scales, of columns -> as `reference.quantize_columnwise`."""
     blocks = Slots.of(groups, max(fmt.length, BLOCK))
     used, in_slot = blocks.valid > 0, TILE // max(fmt.length, BLOCK)
     slot = jnp.minimum(groups.first_slots(TILE)[blocks.group] + blocks.within // in_slot, data.shape[0] - 1)
 
-    def of_blocks(a):  # [S, C, in_slot * n] -> [C, blocks, n]
+    def of_blocks(a: jax.Array) -> jax.Array:  # [S, C, in_slot * n] -> [C, blocks, n]
         pieces = a.reshape(*a.shape[:2], in_slot, a.shape[-1] // in_slot)[slot, :, blocks.within % in_slot]
         return jnp.swapaxes(where_else_zero(used[:, None, None], pieces), 0, 1)
 

@@ -123,7 +123,9 @@ def where_else_zero(there: jax.Array, x: jax.Array) -> jax.Array:
 # --- products
 
 
-def by_chunks(sizes: jax.Array, rows: int, columns: int, dtype, multiply: Callable, chunk: int = CHUNK) -> jax.Array:
+def by_chunks(
+    sizes: jax.Array, rows: int, columns: int, dtype: jax.typing.DTypeLike, multiply: Callable, chunk: int = CHUNK
+) -> jax.Array:
     """[rows, columns] of products of up to `chunk` rows of one group: multiply(first row, group) -> [chunk, columns].
 
     A chunk's result reaches beyond its group; the next one writes over that.
@@ -131,7 +133,7 @@ def by_chunks(sizes: jax.Array, rows: int, columns: int, dtype, multiply: Callab
     groups = Groups.of(sizes, rows)
     slots = Slots.of(groups, chunk).used()
 
-    def step(out, slot):
+    def step(out: jax.Array, slot: tuple[jax.Array, ...]) -> tuple[jax.Array, None]:
         row, group = slot
         return jax.lax.dynamic_update_slice(out, multiply(row, group).astype(dtype), (row, jnp.int32(0))), None
 
@@ -161,7 +163,7 @@ def wgrad_terms(a: Columns, b: Columns, sizes: jax.Array, rows: int) -> jax.Arra
     block = max(a.format.length, BLOCK)
     slots = Slots.of(Groups.of(sizes, rows), block)
 
-    def by_slot(operand: Columns):
+    def by_slot(operand: Columns) -> tuple[jax.Array, jax.Array]:
         data, scale, fmt = operand
         values = code_values(data, fmt)
         if fmt.packed:
@@ -175,7 +177,7 @@ def wgrad_terms(a: Columns, b: Columns, sizes: jax.Array, rows: int) -> jax.Arra
     a_values, a_scales = by_slot(a)
     b_values, b_scales = by_slot(b)
 
-    def add(y, slot):
+    def add(y: jax.Array, slot: tuple[jax.Array, ...]) -> tuple[jax.Array, None]:
         va, vb, sa, sb, group, valid = slot
         if scaling == "e8m0" and not packed:
             va, vb = rounded(va * sa[:, None]), rounded(vb * sb[:, None])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -35,7 +35,7 @@ class GroupedWeightOnlySpec:
     ragged_columns: bool
     ragged_depth: bool
     bias: bool
-    out_dtype: Any
+    out_dtype: jax.typing.DTypeLike
 
     @property
     def weights(self) -> int:
@@ -48,7 +48,7 @@ def grouped_weight_only(
     q: QuantizedArray,
     sizes: jax.Array,
     bias: jax.Array | None,
-    out_dtype: Any,
+    out_dtype: jax.typing.DTypeLike,
     implementation: Implementation = None,
 ) -> jax.Array:
     """x [..., T, K] in groups, q [..., E, N, K] quantised along K, sizes [..., E] -> [..., T, N].
@@ -70,22 +70,22 @@ def grouped_weight_only(
 
 
 @functools.cache
-def grouped_weight_only_op(spec: GroupedWeightOnlySpec, implementation: Implementation):
+def grouped_weight_only_op(spec: GroupedWeightOnlySpec, implementation: Implementation) -> wiring.Op:
     """x [..., T, K], the weights' leaves [..., E, ...], sizes [..., E], a float32 bias [..., E, N] -> [..., T, N]."""
     fmt, last = spec.format, 1 + spec.weights
     weight = weight_factors(fmt, spec.ragged_columns, spec.ragged_depth, "... e")
     operands = [f"... t {weight.k}", *weight.operands, "... e", *[f"... e {weight.n}"] * spec.bias]
     text = f"{', '.join(operands)} -> ... t {weight.n}"
 
-    def outputs(x, data, *_):
+    def outputs(x: jax.Array, data: jax.Array, *_: jax.Array) -> wiring.Shapes:
         return [((*x.shape[:-1], data.shape[-2]), spec.out_dtype)]
 
-    def one_batch(x, sizes, data, scale, *rest):
+    def one_batch(x: jax.Array, sizes: jax.Array, data: jax.Array, scale: jax.Array, *rest: jax.Array) -> jax.Array:
         rows_of = grouped.chunk_of(x)
         amax = rest[0] if fmt.scaling == "two_level" else None
         zero_point = rest[0] if fmt.has_zero_point else None
 
-        def multiply(row, group):
+        def multiply(row: jax.Array, group: jax.Array) -> jax.Array:
             zeros = None if zero_point is None else zero_point[group]
             w = reference.decoded(data[group], scale[group], zeros, fmt)
             factor = reference.alpha(scale[group], None if amax is None else amax[group], fmt)
@@ -94,11 +94,11 @@ def grouped_weight_only_op(spec: GroupedWeightOnlySpec, implementation: Implemen
 
         return grouped.by_chunks(sizes, x.shape[0], data.shape[-2], spec.out_dtype, multiply)
 
-    def run_reference(x, *rest):
+    def run_reference(x: jax.Array, *rest: jax.Array) -> Sequence[jax.Array]:
         weight, sizes, bias = rest[: spec.weights], rest[spec.weights], rest[last:]
         return [over_batches(one_batch)(x, sizes, *weight, *bias)]
 
-    def run_native(*operands):
+    def run_native(*operands: jax.Array) -> Sequence[jax.Array]:
         ((shape, dtype),) = outputs(*operands)
         call = jax.ffi.ffi_call("jaxlowprec_grouped_weight_only", jax.ShapeDtypeStruct(shape, dtype))
         weight, sizes, extras = operands[1:last], operands[last], operands[last + 1 :]
@@ -106,11 +106,11 @@ def grouped_weight_only_op(spec: GroupedWeightOnlySpec, implementation: Implemen
         attributes = {"format": fmt.attributes, "asymmetric": fmt.has_zero_point, "bias": spec.bias}
         return [call(x, data, scale, sizes, *others, *extras, **attributes)]
 
-    def run_on_gpu(x, *rest):
+    def run_on_gpu(x: jax.Array, *rest: jax.Array) -> Sequence[jax.Array]:
         weight, sizes, bias = rest[: spec.weights], rest[spec.weights], rest[last:]
         return [over_batches(functools.partial(cuda.weight_only, spec, implementation))(x, sizes, *weight, *bias)]
 
-    def when_reduced(add_up, *operands):
+    def when_reduced(add_up: wiring.AddUp, *operands: jax.Array) -> Sequence[jax.Array]:
         plain = dataclasses.replace(spec, bias=False, out_dtype=jnp.dtype("float32"))
         total = add_up(grouped_weight_only_op(plain, implementation)(*operands[: last + 1])[0])
         if spec.bias:

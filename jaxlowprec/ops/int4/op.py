@@ -6,7 +6,7 @@ The ops quantise and pack, unpack and decode, or do both at once without writing
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -16,7 +16,7 @@ import numpy as np
 from jaxlowprec import wiring
 from jaxlowprec.arrays.formats import Int4
 from jaxlowprec.arrays.quantized_array import QuantizedArray
-from jaxlowprec.ops.checks import Implementation, choose
+from jaxlowprec.ops.checks import Implementation, Platforms, choose
 from jaxlowprec.ops.int4 import reference
 
 
@@ -50,7 +50,7 @@ def _across(function: Callable, columnwise: bool) -> Callable:
     return (lambda x: function(jnp.swapaxes(x, -1, -2))) if columnwise else function
 
 
-def _implemented(who: str, fmt: Int4, implementation: Implementation) -> dict[str, Any]:
+def _implemented(who: str, fmt: Int4, implementation: Implementation) -> Platforms:
     """The arguments of `wiring.define`. Published rules are for comparison and have no kernels."""
     chosen = choose(who, implementation)
     if fmt.rule == "deploy":
@@ -71,16 +71,16 @@ def _call(target: str, results: Any, fmt: Int4, columnwise: bool, *operands: jax
 
 
 @functools.cache
-def fake_quantize_op(fmt: Int4, columnwise: bool, ragged: bool, implementation: Implementation):
+def fake_quantize_op(fmt: Int4, columnwise: bool, ragged: bool, implementation: Implementation) -> wiring.Op:
     """x [..., R, C] -> the same shape and dtype. `ragged`: the quantised axis does not end with a whole block."""
     axis = _quantized_axis(fmt, ragged)
     x = f"... {axis.elements} c" if columnwise else f"... r {axis.elements}"
 
-    def run_reference(x):
+    def run_reference(x: jax.Array) -> Sequence[jax.Array]:
         values = _across(lambda rows: reference.fake_quantize(rows, fmt), columnwise)(x)
         return [jnp.swapaxes(values, -1, -2) if columnwise else values]
 
-    def run_native(x):
+    def run_native(x: jax.Array) -> Sequence[jax.Array]:
         results = [(x.shape, x.dtype)]
         return _call("jaxlowprec_int4_fake_quantize", results, fmt, columnwise, x, scale_dtype=fmt.scale_dtype)
 
@@ -95,7 +95,7 @@ def fake_quantize_op(fmt: Int4, columnwise: bool, ragged: bool, implementation: 
 
 
 @functools.cache
-def quantize_op(fmt: Int4, columnwise: bool, ragged: bool, implementation: Implementation):
+def quantize_op(fmt: Int4, columnwise: bool, ragged: bool, implementation: Implementation) -> wiring.Op:
     """x [..., R, C] -> data [..., R, bytes], scale [..., R, blocks] and, where asymmetric, zero points like it.
 
     Columnwise: the results of the transposed array, [..., C, bytes].
@@ -104,7 +104,7 @@ def quantize_op(fmt: Int4, columnwise: bool, ragged: bool, implementation: Imple
     x = f"... {axis.elements} r" if columnwise else f"... r {axis.elements}"
     results = [f"... r {axis.bytes}", *[f"... r {axis.blocks}"] * (1 if fmt.symmetric else 2)]
 
-    def outputs(x):
+    def outputs(x: jax.Array) -> wiring.Shapes:
         *batch, rows, length = (*x.shape[:-2], x.shape[-1], x.shape[-2]) if columnwise else x.shape
         blocks = -(-length // fmt.group_size)
         scales = (*batch, rows, blocks)
@@ -124,7 +124,7 @@ def quantize_op(fmt: Int4, columnwise: bool, ragged: bool, implementation: Imple
 @functools.cache
 def dequantize_op(
     fmt: Int4, columnwise: bool, ragged_length: int | None, dtype: jnp.dtype, implementation: Implementation
-):
+) -> wiring.Op:
     """The inverse of `quantize_op`. `ragged_length`: the length of a quantised axis that does not end with a
     whole block, else None."""
     axis = _quantized_axis(fmt, ragged_length is not None)
@@ -134,15 +134,15 @@ def dequantize_op(
     def length(scale: jax.Array) -> int:
         return scale.shape[-1] * fmt.group_size if ragged_length is None else ragged_length
 
-    def outputs(data, scale, *_):
-        *batch, rows, _ = data.shape
+    def outputs(data: jax.Array, scale: jax.Array, *_: jax.Array) -> wiring.Shapes:
+        *batch, rows = data.shape[:-1]
         return [((*batch, length(scale), rows) if columnwise else (*batch, rows, length(scale)), dtype)]
 
-    def run_reference(data, scale, zero=None):
+    def run_reference(data: jax.Array, scale: jax.Array, zero: jax.Array | None = None) -> Sequence[jax.Array]:
         values = reference.dequantize(data, scale, zero, fmt, length(scale), dtype)
         return [jnp.swapaxes(values, -1, -2) if columnwise else values]
 
-    def run_native(*arrays):
+    def run_native(*arrays: jax.Array) -> Sequence[jax.Array]:
         return _call("jaxlowprec_int4_dequantize", outputs(*arrays), fmt, columnwise, *arrays)
 
     return wiring.define(
@@ -165,7 +165,7 @@ def quantize_int4(x: jax.Array, fmt: Int4, axis: int, implementation: Implementa
 
 
 @functools.partial(jax.jit, static_argnames=("dtype", "implementation"))
-def dequantize_int4(q: QuantizedArray, dtype: Any, implementation: Implementation) -> jax.Array:
+def dequantize_int4(q: QuantizedArray, dtype: jax.typing.DTypeLike, implementation: Implementation) -> jax.Array:
     """The array that q approximates."""
     vector, fmt, length = len(q.matrix_shape) == 1, q.format, q.matrix_shape[q.axis]
     arrays = jax.lax.stop_gradient([a for a in (q.data, q.scale, q.zero_point) if a is not None])

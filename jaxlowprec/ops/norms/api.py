@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,26 @@ from jaxlowprec.ops.norms.reference import weights
 from jaxlowprec.wiring.sharding_rule import resharded, sharding_of
 
 
+class NormOptions(TypedDict, total=False):
+    """Options of `rms_norm` and `layer_norm`."""
+
+    epsilon: float
+    zero_centered_gamma: bool
+    implementation: Implementation
+
+
+@overload
+def rms_norm(
+    x: Float[Array, "*B C"], gamma: Float[Array, "C"], residual: None = None, **options: Unpack[NormOptions]
+) -> Float[Array, "*B C"]: ...
+
+
+@overload
+def rms_norm(
+    x: Float[Array, "*B C"], gamma: Float[Array, "C"], residual: Float[Array, "*B C"], **options: Unpack[NormOptions]
+) -> tuple[Float[Array, "*B C"], Float[Array, "*B C"]]: ...
+
+
 def rms_norm(
     x: Float[Array, "*B C"],
     gamma: Float[Array, "C"],
@@ -29,7 +49,7 @@ def rms_norm(
     epsilon: float = 1e-6,
     zero_centered_gamma: bool = False,
     implementation: Implementation = None,
-) -> Any:
+) -> Float[Array, "*B C"] | tuple[Float[Array, "*B C"], Float[Array, "*B C"]]:
     """`x / sqrt(mean(x^2) + epsilon) * gamma` of each row.
 
     Computed in float32 and rounded once to x's dtype. The sum of a row has a fixed order, so that the result does not
@@ -60,6 +80,37 @@ def rms_norm(
     return _norm("rms", (x, residual, gamma, None), epsilon, zero_centered_gamma, implementation)
 
 
+@overload
+def layer_norm(
+    x: Float[Array, "*B C"],
+    gamma: Float[Array, "C"],
+    beta: Float[Array, "C"] | None = None,
+    residual: None = None,
+    **options: Unpack[NormOptions],
+) -> Float[Array, "*B C"]: ...
+
+
+@overload
+def layer_norm(
+    x: Float[Array, "*B C"],
+    gamma: Float[Array, "C"],
+    beta: Float[Array, "C"] | None,
+    residual: Float[Array, "*B C"],
+    **options: Unpack[NormOptions],
+) -> tuple[Float[Array, "*B C"], Float[Array, "*B C"]]: ...
+
+
+@overload
+def layer_norm(
+    x: Float[Array, "*B C"],
+    gamma: Float[Array, "C"],
+    beta: Float[Array, "C"] | None = None,
+    *,
+    residual: Float[Array, "*B C"],
+    **options: Unpack[NormOptions],
+) -> tuple[Float[Array, "*B C"], Float[Array, "*B C"]]: ...
+
+
 def layer_norm(
     x: Float[Array, "*B C"],
     gamma: Float[Array, "C"],
@@ -69,7 +120,7 @@ def layer_norm(
     epsilon: float = 1e-6,
     zero_centered_gamma: bool = False,
     implementation: Implementation = None,
-) -> Any:
+) -> Float[Array, "*B C"] | tuple[Float[Array, "*B C"], Float[Array, "*B C"]]:
     """`(x - mean(x)) / sqrt(var(x) + epsilon) * gamma + beta` of each row.
 
     Computed in float32 and rounded once to x's dtype; the variance is that of the centred row. The sums of a row have a
@@ -117,13 +168,15 @@ class Norm(NamedTuple):
         y, *total = _normed(self.spec, tuple(map(sharding_of, aligned)), *aligned)
         return y.reshape(self.x.shape), total[0].reshape(self.x.shape) if total else None
 
-    def result(self) -> Any:
+    def result(self) -> jax.Array | tuple[jax.Array, jax.Array]:
         """The result of `rms_norm` and `layer_norm`: the normed rows; with a residual a pair of them and the sum."""
         y, total = self.alone()
         return y if total is None else (y, total)
 
 
-def _norm(kind: Any, operands: tuple[Any, ...], epsilon: Any, zero_centered: bool, implementation: Any) -> Any:
+def _norm(
+    kind: Any, operands: tuple[Any, ...], epsilon: Any, zero_centered: bool, implementation: Any
+) -> jax.Array | tuple[jax.Array, jax.Array]:
     """The norm of operands: x, residual, gamma and beta."""
     return checked_norm(kind, operands, epsilon, zero_centered, implementation).result()
 
@@ -155,7 +208,14 @@ def checked_norm(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _normed(spec: NormSpec, shardings: tuple[Any, ...], x, residual, weight, beta):
+def _normed(
+    spec: NormSpec,
+    shardings: tuple[Any, ...],
+    x: jax.Array,
+    residual: jax.Array | None,
+    weight: jax.Array,
+    beta: jax.Array | None,
+) -> tuple[jax.Array, ...]:
     """The normed rows, and the sum of x and the residual if there is one.
 
     `shardings`: those of the operands, which their gradients get, too; see `out_sharding.sharding_of`.
@@ -163,19 +223,30 @@ def _normed(spec: NormSpec, shardings: tuple[Any, ...], x, residual, weight, bet
     return _results(spec, x, residual, weight, beta)[0]
 
 
-def _results(spec: NormSpec, x, residual, weight, beta) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
+def _results(
+    spec: NormSpec, x: jax.Array, residual: jax.Array | None, weight: jax.Array, beta: jax.Array | None
+) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
     """The results, and the saved numbers."""
     found = normed(spec, x, weight, residual, beta)
     return (found.y,) if found.total is None else (found.y, found.total), found.saved
 
 
-def _forward(spec: NormSpec, shardings, x, residual, weight, beta):
+def _forward(
+    spec: NormSpec,
+    shardings: tuple[Any, ...],
+    x: jax.Array,
+    residual: jax.Array | None,
+    weight: jax.Array,
+    beta: jax.Array | None,
+) -> tuple[tuple[jax.Array, ...], Any]:
     x, residual, weight, beta = _differentiated_once((x, residual, weight, beta))
     results, saved = _results(spec, x, residual, weight, beta)
     return results, (results[-1] if spec.residual else x, weight, saved)
 
 
-def _backward(spec: NormSpec, shardings, kept, gradients):
+def _backward(
+    spec: NormSpec, shardings: tuple[Any, ...], kept: Any, gradients: tuple[jax.Array, ...]
+) -> tuple[Any, ...]:
     dy, *of_sum = _differentiated_once(gradients)
     return norm_gradients(spec, shardings, kept, dy, of_sum)
 

@@ -83,7 +83,7 @@ def native_call(spec: NormSpec, amaxes: Amaxes, x: jax.Array, *rest: jax.Array) 
 
 
 @functools.cache
-def norm_op(spec: NormSpec):
+def norm_op(spec: NormSpec) -> wiring.Op:
     """x [..., R, C], the residual, weight and beta, float32 [..., C], where they are -> normed rows [..., R, C], the
     sum of x and the residual if there is one, the saved numbers, float32 [..., R] each, and the amaxes of the normed
     rows, float32 [...] each."""
@@ -92,24 +92,24 @@ def norm_op(spec: NormSpec):
     operands = [f"{wanted.lines} c"] * count + ["... c"] * (1 + spec.beta)
     results = [f"{wanted.lines} c"] * count + [wanted.lines] * spec.saved + ["..."] * wanted.count
 
-    def outputs(x, *_):
+    def outputs(x: jax.Array, *_: jax.Array) -> wiring.Shapes:
         return shapes(spec, x) + wanted.outputs(x)
 
-    def on_matrices(body):
+    def on_matrices(body: wiring.Body) -> wiring.Body:
         """The body, which takes one matrix [R, C] for each weight, on tensors whose rows may be split."""
 
-        def run(x, *rest):
+        def run(x: jax.Array, *rest: jax.Array) -> Sequence[jax.Array]:
             rows = [wanted.matrix(operand) for operand in (x, *rest[: spec.residual])]
             found = body(*rows, *rest[spec.residual :])
             return [y.reshape(shape) for y, (shape, _) in zip(found, outputs(x), strict=True)]
 
         return run
 
-    def run_reference(x, *rest):
+    def run_reference(x: jax.Array, *rest: jax.Array) -> Sequence[jax.Array]:
         y, *others = reference_call(spec, x, *rest)
         return [y, *others, *of_matrix.reference(y)]
 
-    def run_native(x, *rest):
+    def run_native(x: jax.Array, *rest: jax.Array) -> Sequence[jax.Array]:
         return native_call(spec, of_matrix, x, *rest)
 
     return wiring.define(
@@ -124,7 +124,7 @@ def norm_op(spec: NormSpec):
 
 
 @functools.cache
-def norm_gradient_op(spec: NormSpec, rows_split: bool):
+def norm_gradient_op(spec: NormSpec, rows_split: bool) -> wiring.Op:
     """dy, the sum's gradient if there is a residual, x [..., R, C], weight [..., C] and the saved numbers [..., R] ->
     the gradients of x [..., R, C], in x's dtype, of the weight and, if there is one, of beta, float32 [..., C].
 
@@ -137,10 +137,10 @@ def norm_gradient_op(spec: NormSpec, rows_split: bool):
     operands = [f"{lines} c"] * (2 + spec.residual) + ["... c"] + [lines] * spec.saved
     sums, before = 1 + spec.beta, 2 + spec.residual
 
-    def outputs(dy, *rest):
+    def outputs(dy: jax.Array, *rest: jax.Array) -> wiring.Shapes:
         return [(dy.shape, dy.dtype)] + [(rest[before - 1].shape, jnp.float32)] * sums
 
-    def of_matrix(dy, rest):
+    def of_matrix(dy: jax.Array, rest: Sequence[jax.Array]) -> list[jax.Array]:
         """The operands [..., R, C], with split rows merged."""
         if not rows_split:
             return [dy, *rest]
@@ -148,28 +148,30 @@ def norm_gradient_op(spec: NormSpec, rows_split: bool):
         numbers = [number.reshape(*number.shape[:-2], -1) for number in saved]
         return [*map(merged_rows, rows), weight, *numbers]
 
-    def gradient_of(dy, *rest):
+    def gradient_of(dy: jax.Array, *rest: jax.Array) -> jax.Array:
         of_sum, (x, weight, *saved) = rest[: spec.residual], rest[spec.residual :]
         gradient = reference.rms_norm_gradient if spec.kind == "rms" else reference.layer_norm_gradient
         dx = gradient(widened(dy), widened(x), weight, *saved)
         return (rounded(dx) + widened(of_sum[0]) if of_sum else dx).astype(x.dtype)
 
-    def sums_of(dy, *rest):
+    def sums_of(dy: jax.Array, *rest: jax.Array) -> Sequence[jax.Array]:
         x, _, *saved = rest[spec.residual :]
         return reference.parameter_gradients(widened(dy), widened(x), *saved)[:sums]
 
-    def run_reference(dy, *rest):
+    def run_reference(dy: jax.Array, *rest: jax.Array) -> Sequence[jax.Array]:
         given = of_matrix(dy, rest)
         return [gradient_of(*given).reshape(dy.shape), *sums_of(*given)]
 
-    def run_native(dy, *rest, workspace=()):
+    def run_native(dy: jax.Array, *rest: jax.Array, workspace: wiring.Shapes = ()) -> Sequence[jax.Array]:
         given = of_matrix(dy, rest)
         shapes = [(given[0].shape, dy.dtype), *outputs(dy, *rest)[1:], *workspace]
         results = [jax.ShapeDtypeStruct(*result) for result in shapes]
         dx, *found = jax.ffi.ffi_call("jaxlowprec_norm_gradient", results)(*given, **spec.attributes)
         return [dx.reshape(dy.shape), *found[:sums]]
 
-    def run_cuda(dy, *rest):  # sums of parts of the rows are in one result more
+    def run_cuda(
+        dy: jax.Array, *rest: jax.Array
+    ) -> Sequence[jax.Array]:  # sums of parts of the rows are in one result more
         rows = of_matrix(dy, rest)[0]
         batch, (count, columns) = rows.shape[:-2], rows.shape[-2:]
         parts = native.library().module.cuda_norm_gradient_parts(math.prod(batch), count)  # type: ignore[union-attr]

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxlowprec import wiring
+from jaxlowprec.arrays.formats import Format
 from jaxlowprec.arrays.quantized_array import QuantizedArray
 from jaxlowprec.ops import scale_order
 from jaxlowprec.ops.checks import choose
@@ -38,7 +39,7 @@ class QuantizedNorm(NamedTuple):
 
 def quantized_norm(
     spec: NormSpec,
-    fmt: Any,
+    fmt: Format,
     x: jax.Array,
     weight: jax.Array,
     residual: jax.Array | None = None,
@@ -84,7 +85,7 @@ def _parts(spec: NormSpec, results: Sequence[Any]) -> tuple[Sequence[Any], Seque
 
 
 @functools.cache
-def norm_quantize_op(spec: NormSpec, quantized: QuantizeSpec):
+def norm_quantize_op(spec: NormSpec, quantized: QuantizeSpec) -> wiring.Op:
     """The operands of `norm_op`, and those of `quantize_op` beside its x -> the results of `norm_op` but the norm, and
     those of `quantize_op` for it. Without amaxes; `quantized` is of a format without a tensor scale."""
     operands = 1 + spec.residual + 1 + spec.beta
@@ -93,13 +94,13 @@ def norm_quantize_op(spec: NormSpec, quantized: QuantizeSpec):
     rows = f"{rule.lines} {rule.columns}"
     of_norm = [rows] * (1 + spec.residual), [f"... {rule.columns}"] * (1 + spec.beta)
 
-    def outputs(x, *_):
+    def outputs(x: jax.Array, *_: jax.Array) -> wiring.Shapes:
         return norm.shapes(spec, x)[1:] + quantize.shapes(quantized, x)
 
-    def on_matrix(body):
+    def on_matrix(body: wiring.Body) -> wiring.Body:
         """The body, which takes one matrix for each weight, on tensors whose rows may be split."""
 
-        def run(*args):
+        def run(*args: jax.Array) -> Sequence[jax.Array]:
             if not split:
                 return body(*args)
             x, rest = args[0], args[operands:]
@@ -112,11 +113,11 @@ def norm_quantize_op(spec: NormSpec, quantized: QuantizeSpec):
 
         return run
 
-    def run_reference(*args):
+    def run_reference(*args: jax.Array) -> Sequence[jax.Array]:
         y, *others = norm.reference_call(spec, *args[:operands])
         return [*others, *quantize.reference_call(quantized, y, *args[operands:])]
 
-    def run_native(x, *rest, column_major=False):
+    def run_native(x: jax.Array, *rest: jax.Array, column_major: bool = False) -> Sequence[jax.Array]:
         shapes = norm.shapes(spec, x)[1:] + quantize.shapes(dataclasses.replace(quantized, rows_split=False), x)
         results = [jax.ShapeDtypeStruct(*result) for result in shapes]
         total, saved, codes = _parts(spec, results)
@@ -124,7 +125,7 @@ def norm_quantize_op(spec: NormSpec, quantized: QuantizeSpec):
         attributes = {**spec.attributes, **spec.parameters, **quantized.attributes(column_major)}
         return jax.ffi.ffi_call("jaxlowprec_norm_quantize", results, output_layouts=layouts)(x, *rest, **attributes)
 
-    def run_on_gpu(*args):
+    def run_on_gpu(*args: jax.Array) -> Sequence[jax.Array]:
         return run_native(*args, column_major=scale_order.is_column_major(quantized.format))
 
     return wiring.define(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -133,8 +133,6 @@ def quantize(
         if fmt.tiles:
             needs = f"{type(fmt).__name__}(block=(1, {fmt.length}))"
             raise ValueError(f"{who}: x is a vector; {fmt} has two-dimensional blocks: use {needs}")
-        options: dict[str, Any] = {"encode_scale": encode_scale, "offset": offset, "axis_name": axis_name}
-        options["sign_key"] = sign_key
         row = quantize(
             x[None],
             fmt,
@@ -144,7 +142,10 @@ def quantize(
             key=key,
             amax=amax,
             implementation=implementation,
-            **options,
+            encode_scale=encode_scale,
+            offset=offset,
+            axis_name=axis_name,
+            sign_key=sign_key,
         )
         scale = row.scale if fmt.scaling == "tensor" else row.scale[0]
         own: Any = row.amax
@@ -305,7 +306,9 @@ class _Call(NamedTuple):
 
 
 @functools.partial(jax.jit, static_argnames=("axis", "call"))
-def _quantize(x, tensor, words, offset, source, axis: int, call: _Call) -> QuantizedArray:
+def _quantize(
+    x: jax.Array, tensor: jax.Array | None, words: jax.Array | None, offset: Any, source: Any, axis: int, call: _Call
+) -> QuantizedArray:
     fmt, rotation = call.format, call.rotation
     x, shape, columnwise = jax.lax.stop_gradient(x), x.shape, axis == -2
     fused = rotation
@@ -323,7 +326,9 @@ def _quantize(x, tensor, words, offset, source, axis: int, call: _Call) -> Quant
 
 
 @functools.partial(jax.jit, static_argnames="call")
-def _quantize_both(x, tensors, words, offset, call: _Call) -> tuple[QuantizedArray, QuantizedArray]:
+def _quantize_both(
+    x: jax.Array, tensors: Sequence[Any], words: jax.Array | None, offset: Any, call: _Call
+) -> tuple[QuantizedArray, QuantizedArray]:
     x = jax.lax.stop_gradient(x)
     if tensors[0] is None:
         tensors = call.amaxes(x, True, call.rotation) if call.format.has_tensor_scale else []
@@ -335,7 +340,7 @@ def _quantize_both(x, tensors, words, offset, call: _Call) -> tuple[QuantizedArr
 
 
 @functools.partial(jax.jit, static_argnames=("fmt", "axis", "implementation"))
-def _quantize_lines(x, fmt: Any, axis: int, implementation: Implementation) -> QuantizedArray:
+def _quantize_lines(x: jax.Array, fmt: Format, axis: int, implementation: Implementation) -> QuantizedArray:
     """x with an amax for each line along the axis."""
     rows = jax.lax.stop_gradient(jnp.swapaxes(x, -1, -2) if axis == -2 else x)
     spec = spec_of(rows, fmt, (True, False), None, False)

@@ -144,7 +144,7 @@ def rule_of(spec: QuantizeSpec) -> ShardingParts:
     s = "s " if spec.rows_split else ""
     operands, results = ["..."] * spec.tensors + ["... w"] * spec.stochastic, []
 
-    def scales(line, line_blocks, blocks):
+    def scales(line: str, line_blocks: str, blocks: str) -> str:
         return "..." if fmt.scaling == "tensor" else f"... {s}{line_blocks if fmt.tiles else line} {blocks}"
 
     if spec.rowwise:
@@ -157,15 +157,15 @@ def rule_of(spec: QuantizeSpec) -> ShardingParts:
 
 
 @functools.cache
-def quantize_op(spec: QuantizeSpec, implementation: Implementation):
+def quantize_op(spec: QuantizeSpec, implementation: Implementation) -> wiring.Op:
     """x, an amax [...] (or encode scale) per direction for formats with a tensor scale, then if stochastic key words
     [..., 2] and indices of lines and sixteens per direction -> codes and scales per direction."""
     rule = rule_of(spec)
 
-    def on_matrix(body):
+    def on_matrix(body: wiring.Body) -> wiring.Body:
         return lambda x, *operands: in_parts(spec, x, body(*merged(spec, x, *operands)))
 
-    def run_on_gpu(*operands):
+    def run_on_gpu(*operands: jax.Array) -> Sequence[jax.Array]:
         return native_call(spec, *operands, column_major=scale_order.is_column_major(spec.format))
 
     bodies: list[Callable] = [functools.partial(reference_call, spec), functools.partial(native_call, spec), run_on_gpu]
@@ -248,7 +248,7 @@ def in_parts(spec: QuantizeSpec, x: Any, results: Sequence[jax.Array]) -> list[j
 
 
 @functools.cache
-def row_scaled_quantize_op(spec: QuantizeSpec, implementation: Implementation):
+def row_scaled_quantize_op(spec: QuantizeSpec, implementation: Implementation) -> wiring.Op:
     """x [..., R, C] -> amaxes float32 [..., R], codes and scales.
 
     `spec` is of a row-scaled format, rowwise and to nearest. A matrix of one row has the same bytes by the format that
@@ -257,16 +257,16 @@ def row_scaled_quantize_op(spec: QuantizeSpec, implementation: Implementation):
     rule, of_matrix = rule_of(spec), dataclasses.replace(spec, format=by_tensor(spec.format))
     reductions = [] if spec.ragged_columns else ["c"]
 
-    def outputs(x):
+    def outputs(x: jax.Array) -> wiring.Shapes:
         return [(x.shape[:-1], jnp.float32), *shapes(spec, x)]
 
-    def run_reference(x):
+    def run_reference(x: jax.Array) -> Sequence[jax.Array]:
         rows = x[..., None, :]
         amax = amax_reference.amax_of_matrices(rows)
         data, scale = reference.quantize_rows(rows, of_matrix.format, amax)
         return [amax, data[..., 0, :], scale[..., 0, :]]
 
-    def when_split(axes, x):
+    def when_split(axes: Any, x: jax.Array) -> Sequence[jax.Array]:
         """If rows are split, their amaxes come first, and then the codes of each part."""
         rows = x[..., None, :]
         (of_part,) = amax_op(Amaxes(), implementation)(rows)
@@ -274,7 +274,7 @@ def row_scaled_quantize_op(spec: QuantizeSpec, implementation: Implementation):
         data, scale = quantize_op(of_matrix, implementation)(rows, amax)
         return [amax, data[..., 0, :], scale[..., 0, :]]
 
-    def run_native(x):
+    def run_native(x: jax.Array) -> Sequence[jax.Array]:
         results = [jax.ShapeDtypeStruct(*result) for result in outputs(x)]
         return jax.ffi.ffi_call("jaxlowprec_row_scaled_quantize", results)(x, format=spec.format.attributes)
 
@@ -303,7 +303,7 @@ def amax_field(fmt: Format, tensor: Any, eden: bool = False) -> Any:
 
 def spec_of(
     x: Any,
-    fmt: Any,
+    fmt: Format,
     directions: tuple[bool, bool],
     hadamard: Hadamard | None,
     stochastic: bool,
@@ -335,7 +335,7 @@ def random_operands(
     row, column = offset or (None, None)
     row_sixteen, column_sixteen = (None if first is None else first // BLOCK for first in (row, column))
 
-    def indices(first, count, *lead):
+    def indices(first: Any, count: int, *lead: int) -> jax.Array:
         index = jax.lax.iota(jnp.uint32, math.prod((*lead, count)))
         index = index.reshape(*lead, count) if lead else index
         return index if first is None else index + first
@@ -364,7 +364,7 @@ def quantized_array(
     """
     (data, scale), fmt, (shape, dtype) = codes_and_scale, spec.format, like
 
-    def with_each(number):
+    def with_each(number: jax.Array) -> jax.Array:
         return jnp.broadcast_to(number[..., None], shape[:-2]) if spec.rows_split else number
 
     scale = with_each(scale) if fmt.scaling == "tensor" else scale

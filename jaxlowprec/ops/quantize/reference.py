@@ -155,7 +155,7 @@ def best_of_scales(
     g = flush(tensor)[..., None, None]
     encode = tensor_encode(g, NVFP4_MAX_WITH_ROOM)
 
-    def tried(scale):
+    def tried(scale: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         codes = e2m1_nearest(magnitude * block_encode(scale, encode)[..., None, :, None])
         errors = element_errors(magnitude, codes, scale, (g, encode), fmt)
         return scale, codes, block_error(jnp.swapaxes(errors, -3, -1) if transposed and fmt.tiles else errors)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple, TypedDict, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -16,12 +17,57 @@ from jaxlowprec.arrays.formats import Format
 from jaxlowprec.arrays.hadamard import Hadamard
 from jaxlowprec.arrays.quantized_array import QuantizedArray, by_tensor, check_quantized
 from jaxlowprec.ops.checks import Implementation, check_implementation, checked_precision, wants_float32_sums
-from jaxlowprec.ops.epilogue import Activation, Epilogue, checked_epilogue
+from jaxlowprec.ops.epilogue import Activation, Epilogue, EpilogueOptions, checked_epilogue
 from jaxlowprec.ops.rounding import flush, rounded
 from jaxlowprec.ops.scaled_matmul.op import MatmulSpec, matmul_op
 from jaxlowprec.ops.sums.kinds import IN_FLOAT32, SumOverDevices
 from jaxlowprec.ops.weight_only_matmul.api import weight_only_matmul
 from jaxlowprec.wiring.sharding_rule import resharded
+
+
+class ScaledMatmulOptions(TypedDict, total=False):
+    """Options of `scaled_matmul` that do not change what it returns."""
+
+    activation: Activation
+    accumulate: Float[Array, "*B M N"] | None
+    preferred_element_type: jax.typing.DTypeLike
+    implementation: Implementation
+    activation_input: Float[Array, "*B M N"] | None
+    out_sharding: NamedSharding | PartitionSpec | None
+    precision: jax.lax.PrecisionLike
+
+
+@overload
+def scaled_matmul(
+    lhs: QuantizedArray | Float[Array, "*B M K"],
+    rhs: QuantizedArray,
+    bias: Float[Array, "*B N"] | None = None,
+    *,
+    return_pre_activation: Literal[False] = False,
+    **options: Unpack[ScaledMatmulOptions],
+) -> Float[Array, "*B M N"]: ...
+
+
+@overload
+def scaled_matmul(
+    lhs: QuantizedArray | Float[Array, "*B M K"],
+    rhs: QuantizedArray,
+    bias: Float[Array, "*B N"] | None = None,
+    *,
+    return_pre_activation: Literal[True],
+    **options: Unpack[ScaledMatmulOptions],
+) -> tuple[Float[Array, "*B M N"], Float[Array, "*B M N"]]: ...
+
+
+@overload
+def scaled_matmul(
+    lhs: QuantizedArray | Float[Array, "*B M K"],
+    rhs: QuantizedArray,
+    bias: Float[Array, "*B N"] | None = None,
+    *,
+    return_pre_activation: bool,
+    **options: Unpack[ScaledMatmulOptions],
+) -> Float[Array, "*B M N"] | tuple[Float[Array, "*B M N"], Float[Array, "*B M N"]]: ...
 
 
 def scaled_matmul(
@@ -31,12 +77,12 @@ def scaled_matmul(
     *,
     activation: Activation = None,
     accumulate: Float[Array, "*B M N"] | None = None,
-    preferred_element_type: Any = jnp.bfloat16,
+    preferred_element_type: jax.typing.DTypeLike = jnp.bfloat16,
     implementation: Implementation = None,
     return_pre_activation: bool = False,
     activation_input: Float[Array, "*B M N"] | None = None,
     out_sharding: NamedSharding | PartitionSpec | None = None,
-    precision: Any = None,
+    precision: jax.lax.PrecisionLike = None,
 ) -> Float[Array, "*B M N"] | tuple[Float[Array, "*B M N"], Float[Array, "*B M N"]]:
     """`lhs @ rhs.mT`, contracted over the quantised axis of both, accumulated in float32.
 
@@ -98,7 +144,7 @@ def scaled_matmul(
     (32, 48)
     """
     who = "scaled_matmul"
-    options = {
+    options: EpilogueOptions = {
         "bias": bias,
         "activation": activation,
         "accumulate": accumulate,
@@ -128,9 +174,9 @@ def scaled_matmul_of_rows(
     *,
     rows_split: bool,
     accumulate: Float[Array, "*B M N"] | None = None,
-    preferred_element_type: Any,
+    preferred_element_type: jax.typing.DTypeLike,
     out_sharding: NamedSharding | PartitionSpec | None,
-    precision: Any = None,
+    precision: jax.lax.PrecisionLike = None,
     sums: SumOverDevices = IN_FLOAT32,
 ) -> Float[Array, "*B ..."]:
     """`scaled_matmul` whose rows may be split, and which says how devices add up their partial sums.
@@ -182,8 +228,8 @@ class _Way(NamedTuple):
     """
 
     rows_split: Any
-    precision: Any
-    implementation: Any
+    precision: jax.lax.PrecisionLike
+    implementation: Implementation
     sums: SumOverDevices = IN_FLOAT32
 
 
@@ -238,7 +284,14 @@ def _amax_of_lines(q: QuantizedArray) -> jax.Array:
 
 
 @functools.partial(jax.jit, static_argnames=("epilogue", "both", "split"))
-def _finished(accumulators, amaxes, extras, epilogue: Epilogue, both: bool, split: bool) -> list[jax.Array]:
+def _finished(
+    accumulators: jax.Array,
+    amaxes: tuple[jax.Array, jax.Array],
+    extras: Sequence[jax.Array],
+    epilogue: Epilogue,
+    both: bool,
+    split: bool,
+) -> list[jax.Array]:
     """The epilogue of accumulators [..., M, N] that lack the amaxes of a, [..., M or 1], and of b, [..., N or 1].
 
     `both`: both operands are row-scaled. `split`: a and the accumulators have split rows, [..., S, M, N].
@@ -259,7 +312,9 @@ def _results(out: list[jax.Array], out_sharding: Any) -> Any:
 
 
 @functools.partial(jax.jit, static_argnames=("spec", "implementation"))
-def _multiply(operands: tuple[jax.Array, ...], spec: MatmulSpec, implementation: Implementation) -> list[jax.Array]:
+def _multiply(
+    operands: tuple[jax.Array, ...], spec: MatmulSpec, implementation: Implementation
+) -> tuple[jax.Array, ...]:
     return matmul_op(spec, implementation)(*jax.lax.stop_gradient(operands))
 
 

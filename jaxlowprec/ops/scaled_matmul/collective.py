@@ -72,7 +72,7 @@ def matmul_reduce_scatter(
     rhs: QuantizedArray,
     axis_name: Hashable,
     *,
-    preferred_element_type: Any = jnp.bfloat16,
+    preferred_element_type: jax.typing.DTypeLike = jnp.bfloat16,
     **options: Any,
 ) -> Float[Array, "M_part N"]:
     """The sum of `scaled_matmul(lhs, rhs)` over devices, of whose rows each keeps its part, while products go on.

@@ -6,7 +6,7 @@ exactly.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,9 @@ from jaxlowprec.arrays.layouts import pad_to_multiples
 from jaxlowprec.ops import scale_order
 from jaxlowprec.ops.scaled_matmul import reference
 from jaxlowprec.wiring import native
+
+if TYPE_CHECKING:
+    from jaxlowprec.ops.scaled_matmul.op import MatmulSpec
 
 # Multiples that cuBLASLt needs: rows of codes and of the result are whole 16 bytes, K is whole blocks of 32, and with
 # float32 block scales, also those that MX scales become, rows of scales are whole 16 bytes.
@@ -96,7 +99,7 @@ def _as_mxfp8(scale: jax.Array, fmt: Format, rows: int, depth: int) -> tuple[jax
     return jax.lax.bitcast_convert_type(exponents, as_mx.scale_dtype), as_mx
 
 
-def why_not(spec: Any, a_data: jax.Array, b_data: jax.Array) -> str:
+def why_not(spec: MatmulSpec, a_data: jax.Array, b_data: jax.Array) -> str:
     """Why the GPUs of this process have no GEMM for these operands; empty if they have one, or if there is no GPU."""
     if not all(isinstance(n, int) for n in (*a_data.shape, *b_data.shape)):
         return "shapes are symbolic, but the workspace depends on their sizes: export each size by itself"
@@ -106,7 +109,9 @@ def why_not(spec: Any, a_data: jax.Array, b_data: jax.Array) -> str:
     return _plans(formats, rows, columns, depth, False, spec.float32_sums)[0]
 
 
-def matmul(spec: Any, a_data, a_scale, b_data, b_scale, *extras) -> list[jax.Array]:
+def matmul(
+    spec: MatmulSpec, a_data: jax.Array, a_scale: jax.Array, b_data: jax.Array, b_scale: jax.Array, *extras: jax.Array
+) -> list[jax.Array]:
     """The op of `op.py`, on the operands that it documents."""
     rest = list(extras)
     a_fmt, b_fmt = spec.a_format, spec.b_format

@@ -86,7 +86,9 @@ def _rule(spec: MatmulSpec) -> wiring.ShardingRule:
 def _merging(spec: MatmulSpec, multiply: Callable) -> Callable:
     """A function that multiplies matrices, wrapped to take and return split rows where the spec says so."""
 
-    def multiply_parts(a_data, a_scale, b_data, b_scale, *rest):
+    def multiply_parts(
+        a_data: jax.Array, a_scale: jax.Array, b_data: jax.Array, b_scale: jax.Array, *rest: jax.Array
+    ) -> Sequence[jax.Array]:
         per_tensor, amaxes = spec.a_format.scaling == "tensor", 2 * spec.two_level
         merge = merged_rows if spec.rows_split == "a" else merged_columns
         a_merged = merge(a_data), a_scale if per_tensor else merge(a_scale)
@@ -105,24 +107,26 @@ def _merged_extras(spec: MatmulSpec, extras: Sequence[jax.Array]) -> list[jax.Ar
 
 
 @functools.cache
-def matmul_op(spec: MatmulSpec, implementation: Implementation):
+def matmul_op(spec: MatmulSpec, implementation: Implementation) -> wiring.Op:
     """a and b as data and scale; then, where the spec has them, both amaxes, bias float32 [..., N], accumulate
     [..., M, N] and the activation's input [..., M, N]; and words uint32 [..., 2] for sums that draw -> [..., M, N], and
     the pre-activation. M may be S, M."""
 
-    def outputs(a_data, a_scale, b_data, *_):
-        *batch, rows, _ = a_data.shape
+    def outputs(a_data: jax.Array, a_scale: jax.Array, b_data: jax.Array, *_: jax.Array) -> wiring.Shapes:
+        *batch, rows = a_data.shape[:-1]
         batch = batch[:-1] if spec.rows_split == "both" else batch
         return spec.epilogue.outputs((*batch, rows, b_data.shape[-2]))
 
     amaxes = 2 * spec.two_level
 
-    def multiply_by_reference(a_data, a_scale, b_data, b_scale, *rest):
+    def multiply_by_reference(
+        a_data: jax.Array, a_scale: jax.Array, b_data: jax.Array, b_scale: jax.Array, *rest: jax.Array
+    ) -> Sequence[jax.Array]:
         y = reference.products(a_data, a_scale, spec.a_format, b_data, b_scale, spec.b_format)
         y = reference.apply_amaxes(y, *rest[:2]) if spec.two_level else y
         return spec.epilogue.finish(y, rest[amaxes:])
 
-    def multiply_natively(*operands):
+    def multiply_natively(*operands: jax.Array) -> Sequence[jax.Array]:
         a_data, _, b_data, *_ = operands
         shapes = spec.epilogue.outputs((*a_data.shape[:-1], b_data.shape[-2]))
         results = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in shapes]
@@ -136,7 +140,7 @@ def matmul_op(spec: MatmulSpec, implementation: Implementation):
             **spec.epilogue.attributes,
         )
 
-    def multiply_on_gpu(*operands):
+    def multiply_on_gpu(*operands: jax.Array) -> Sequence[jax.Array]:
         a_data, _, b_data, *_ = operands
         if 0 in (*a_data.shape, *b_data.shape):
             return multiply_by_reference(*operands)  # nothing to multiply
@@ -146,7 +150,7 @@ def matmul_op(spec: MatmulSpec, implementation: Implementation):
             return multiply_by_reference(*operands)
         return cuda.matmul(spec, *operands)
 
-    def when_reduced(add_up, *operands):
+    def when_reduced(add_up: wiring.AddUp, *operands: jax.Array) -> Sequence[jax.Array]:
         """If K is split, partial sums (scales applied) are added up before the rest of the epilogue."""
         plain = dataclasses.replace(spec, epilogue=spec.epilogue.accumulators_only, sums="float32")
         (partial,) = matmul_op(plain, implementation)(*operands[: 4 + amaxes])

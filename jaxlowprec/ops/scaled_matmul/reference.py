@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -29,13 +31,13 @@ def products(
         scales = [jnp.repeat(s, a_format.length, axis=-1) for s in scales]
         return _dot(*(rounded(v[..., :depth] * s[..., :depth]) for v, s in zip(values, scales, strict=True)))
 
-    def by_block(v, scale):
+    def by_block(v: jax.Array, scale: jax.Array) -> tuple[jax.Array, jax.Array]:
         missing = scale.shape[-1] * a_format.length - v.shape[-1]
         v = jnp.pad(v, [(0, 0)] * (v.ndim - 1) + [(0, missing)])
         v = v.reshape(*v.shape[:-1], scale.shape[-1], a_format.length)
         return jnp.moveaxis(v, -2, 0), jnp.moveaxis(scale, -1, 0)
 
-    def term(block):
+    def term(block: Any) -> jax.Array:
         (a, sa), (b, sb) = block
         sa, sb = sa[..., :, None], sb[..., None, :]
         if a_format.scaling == "two_level":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -20,7 +20,7 @@ from jaxlowprec.wiring import native
 def _native(name: str, outputs: Callable, **attributes: Any) -> Callable:
     """The kernel's call."""
 
-    def run(*args):
+    def run(*args: jax.Array) -> Sequence[jax.Array]:
         results = [jax.ShapeDtypeStruct(*result) for result in outputs(*args)]
         return jax.ffi.ffi_call(name, results)(*args, **attributes)
 
@@ -34,7 +34,7 @@ def _native_with_workspace(index: int, name: str, outputs: Callable, **attribute
         index: of the op's sizes in `cuda_statistics_workspaces`.
     """
 
-    def with_workspace(x, *args):
+    def with_workspace(x: jax.Array, *args: jax.Array) -> Sequence[jax.Array]:
         one, each = native.library().module.cuda_statistics_workspaces()[index]  # type: ignore[union-attr]
         size = one + each * (math.prod(x.shape[:-2]) - 1)
         *results, _ = _native(name, lambda *args: [*outputs(*args), ((size,), jnp.uint8)], **attributes)(x, *args)
@@ -52,10 +52,10 @@ def _over_shards(moments: jax.Array, axes: Any) -> jax.Array:
 
 
 @functools.cache
-def moments_op(implementation: Implementation = None):
+def moments_op(implementation: Implementation = None) -> wiring.Op:
     """x [..., R, C] -> float32 [..., 2]; see `reference.moments`."""
 
-    def outputs(x):
+    def outputs(x: jax.Array) -> wiring.Shapes:
         return [((*x.shape[:-2], 2), jnp.float32)]
 
     return wiring.define(
@@ -70,10 +70,10 @@ def moments_op(implementation: Implementation = None):
 
 
 @functools.cache
-def outliers_op(implementation: Implementation = None):
+def outliers_op(implementation: Implementation = None) -> wiring.Op:
     """x [..., R, C], threshold [...] -> int32 [..., C]; see `reference.outliers`."""
 
-    def outputs(x, _):
+    def outputs(x: jax.Array, _: jax.Array) -> wiring.Shapes:
         return [((*x.shape[:-2], x.shape[-1]), jnp.int32)]
 
     return wiring.define(
@@ -99,7 +99,9 @@ def ragged_of(fmt: Format, shape: tuple[int, ...], columnwise: bool) -> tuple[bo
 
 
 @functools.cache
-def sums_op(fmt: Format, columnwise: bool, ragged: tuple[bool, bool], implementation: Implementation = None):
+def sums_op(
+    fmt: Format, columnwise: bool, ragged: tuple[bool, bool], implementation: Implementation = None
+) -> wiring.Op:
     """x [..., R, C], unit [...], data, scale and, for two-level formats, amax [...] -> [..., LENGTH]; see `reference`.
 
     Arguments:
@@ -132,13 +134,15 @@ def sums_op(fmt: Format, columnwise: bool, ragged: tuple[bool, bool], implementa
             whole += [name for name in (factor, f"{factor}blocks", f"{factor}bytes") if name in words]
     reductions = [factor for factor in "le" if factor not in whole]
 
-    def rows(x):
+    def rows(x: jax.Array) -> jax.Array:
         return jnp.swapaxes(x, -1, -2) if columnwise else x
 
-    def run_reference(x, unit, data, scale, amax=None):
+    def run_reference(
+        x: jax.Array, unit: jax.Array, data: jax.Array, scale: jax.Array, amax: jax.Array | None = None
+    ) -> Sequence[jax.Array]:
         return [reference.sums(rows(x), unit, data, scale, amax, fmt)]
 
-    def outputs(x, *_):
+    def outputs(x: jax.Array, *_: jax.Array) -> wiring.Shapes:
         return [((*x.shape[:-2], reference.LENGTH), jnp.float32)]
 
     return wiring.define(
@@ -152,10 +156,10 @@ def sums_op(fmt: Format, columnwise: bool, ragged: tuple[bool, bool], implementa
 
 
 @functools.cache
-def statistics_op(scalings: tuple[str, ...], implementation: Implementation = None):
+def statistics_op(scalings: tuple[str, ...], implementation: Implementation = None) -> wiring.Op:
     """Sums [..., n, LENGTH] and what is known of the n tensors -> their vectors; see `finish.finished`."""
 
-    def outputs(_, amax, *__):
+    def outputs(_: jax.Array, amax: jax.Array, *__: jax.Array) -> wiring.Shapes:
         return [((*amax.shape, finish.LENGTH), jnp.float32)]
 
     return wiring.define(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -82,7 +83,14 @@ def sums(
     return sums_of_rows(x, unit, (decoded(data), highest, -highest), code_bins(data, fmt, columns), scale, fmt)
 
 
-def sums_of_rows(x, unit, decoded, bins: jax.Array, scale: jax.Array, fmt: Format) -> jax.Array:
+def sums_of_rows(
+    x: jax.Array,
+    unit: jax.Array,
+    decoded: Sequence[jax.Array],
+    bins: jax.Array,
+    scale: jax.Array,
+    fmt: Format,
+) -> jax.Array:
     """`sums` given `decoded`: the rows decoded, the largest and the smallest number of each element's block."""
     rows = _without_subnormals(x.astype(jnp.float32))
     values, highest, lowest = decoded

@@ -20,12 +20,12 @@ from jaxlowprec import wiring
 from jaxlowprec.arguments import as_array
 from jaxlowprec.arrays.quantized_array import QuantizedArray
 from jaxlowprec.ops.checks import Implementation, check_implementation, choose, float_array, no_derivative
-from jaxlowprec.ops.epilogue import checked_epilogue
+from jaxlowprec.ops.epilogue import EpilogueOptions, checked_epilogue
 from jaxlowprec.ops.weight_only_matmul.op import WeightOnlySpec, by_cuda, by_reference, weight_factors, weight_only_op
 
 
 def weight_only_matmul(
-    who: str, x: Any, q: QuantizedArray, epilogue_options: dict[str, Any], implementation: Implementation
+    who: str, x: Any, q: QuantizedArray, epilogue_options: EpilogueOptions, implementation: Implementation
 ) -> list[jax.Array]:
     """The results of `scaled_matmul` for a plain x [..., M, K] and q [..., N, K], or q [N, K] for all batch axes."""
     check_implementation(who, implementation)
@@ -36,14 +36,20 @@ def weight_only_matmul(
 
 
 def weight_only_matmuls(
-    who: str, x: Any, weights: Sequence[QuantizedArray], biases: Sequence[jax.Array | None], out_dtype: Any
+    who: str,
+    x: Any,
+    weights: Sequence[QuantizedArray],
+    biases: Sequence[jax.Array | None],
+    out_dtype: jax.typing.DTypeLike,
 ) -> tuple[jax.Array, ...]:
     """`weight_only_matmul` of x [..., M, K] by each q [N, K] with its bias [N] or None, with the same bytes.
 
     Weights of one format that all have biases, or none of which has one, are one call on CPUs.
     """
     x = float_array(who, "lhs", x)
-    options = [{"bias": bias, "preferred_element_type": out_dtype, "out_sharding": None} for bias in biases]
+    options: list[EpilogueOptions] = [
+        {"bias": bias, "preferred_element_type": out_dtype, "out_sharding": None} for bias in biases
+    ]
     specs, arrays, extras = zip(
         *[_prepared(who, x, q, own) for q, own in zip(weights, options, strict=True)], strict=True
     )
@@ -55,7 +61,7 @@ def weight_only_matmuls(
 
 
 def _prepared(
-    who: str, x: jax.Array, q: QuantizedArray, epilogue_options: dict[str, Any]
+    who: str, x: jax.Array, q: QuantizedArray, epilogue_options: EpilogueOptions
 ) -> tuple[WeightOnlySpec, list[jax.Array], list[jax.Array]]:
     """The checked op, the weight's arrays, and the epilogue's operands."""
     _check_operands(who, x, q)
@@ -135,7 +141,7 @@ def _rule(spec: WeightOnlySpec, count: int) -> wiring.ShardingRule:
 
 
 @functools.cache
-def weight_only_together_op(spec: WeightOnlySpec, count: int, implementation: Implementation):
+def weight_only_together_op(spec: WeightOnlySpec, count: int, implementation: Implementation) -> wiring.Op:
     """x [..., M, K]; then `count` times a weight as data [N, bytes], scale and, where its format has them, amax and
     zero points, and its bias [N] where the epilogue has one -> a [..., M, N] of each weight.
 
@@ -144,16 +150,16 @@ def weight_only_together_op(spec: WeightOnlySpec, count: int, implementation: Im
     """
     alone, each = weight_only_op(spec, implementation), spec.weights + spec.epilogue.bias
 
-    def of_each(operands):
+    def of_each(operands: Sequence[Any]) -> list[Sequence[Any]]:
         return [operands[at : at + each] for at in range(0, count * each, each)]
 
-    def outputs(x, *operands):
+    def outputs(x: jax.Array, *operands: jax.Array) -> wiring.Shapes:
         return [((*x.shape[:-1], data.shape[-2]), spec.epilogue.out_dtype) for data, *_ in of_each(operands)]
 
-    def one_by_one(body):
+    def one_by_one(body: wiring.Body) -> wiring.Body:
         return lambda x, *operands: [body(spec, x, *own)[0] for own in of_each(operands)]
 
-    def run_native(x, *operands):
+    def run_native(x: jax.Array, *operands: jax.Array) -> Sequence[jax.Array]:
         lead = x.shape[:-1]
         x = x.reshape(math.prod(lead), x.shape[-1])
         results = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in outputs(x, *operands)]
@@ -163,7 +169,7 @@ def weight_only_together_op(spec: WeightOnlySpec, count: int, implementation: Im
         )
         return [y.reshape(*lead, y.shape[-1]) for y in out]
 
-    def when_reduced(add_up, x, *operands):
+    def when_reduced(add_up: wiring.AddUp, x: jax.Array, *operands: jax.Array) -> Sequence[jax.Array]:
         """Adds up float32 sums over the devices that split K, then applies each epilogue."""
         plain = dataclasses.replace(spec, epilogue=spec.epilogue.accumulators_only)
         weights = [own[: spec.weights] for own in of_each(operands)]
@@ -183,7 +189,9 @@ def weight_only_together_op(spec: WeightOnlySpec, count: int, implementation: Im
     op = custom_vmap(lambda *operands: wired(*operands))
 
     @op.def_vmap
-    def _(size, batched, x, *operands):
+    def _(
+        size: int, batched: Sequence[bool], x: jax.Array, *operands: jax.Array
+    ) -> tuple[tuple[jax.Array, ...], tuple[bool, ...]]:
         """A mapped axis of x alone holds more rows; mapped weights are multiplied one by one."""
         if not any(batched[1:]):
             out = op(x, *operands)

@@ -6,18 +6,23 @@ Numbers differ from the CPU's by float32 rounding: tensor cores add up in anothe
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 
+from jaxlowprec.arrays.formats import Format
 from jaxlowprec.ops.weight_only_matmul import reference
 from jaxlowprec.wiring import native
+
+if TYPE_CHECKING:
+    from jaxlowprec.ops.weight_only_matmul.op import WeightOnlySpec
 
 _CAPABILITIES = (80, 90, 100)  # of the GPUs that a program exported without a GPU may run on
 
 
-def _plan(spec: Any, x: jax.Array, scale: jax.Array) -> tuple[str, int]:
+def _plan(spec: WeightOnlySpec, x: jax.Array, scale: jax.Array) -> tuple[str, int]:
     """Why the kernel does not take these operands on the GPUs of this process, or ""; and the bytes of workspace."""
     if not all(isinstance(n, int) for n in (*x.shape, *scale.shape)):
         return "shapes are symbolic, but the way that is taken depends on their sizes: export each size by itself", 0
@@ -30,12 +35,20 @@ def _plan(spec: Any, x: jax.Array, scale: jax.Array) -> tuple[str, int]:
     return next((p for p in plans if not p[0]), plans[0])
 
 
-def why_not(spec: Any, x: jax.Array, scale: jax.Array) -> str:
+def why_not(spec: WeightOnlySpec, x: jax.Array, scale: jax.Array) -> str:
     """Why the kernel does not take these operands; empty if it does."""
     return _plan(spec, x, scale)[0]
 
 
-def matmul(spec: Any, x, data, scale, amax, zero_point, extras) -> list[jax.Array]:
+def matmul(
+    spec: WeightOnlySpec,
+    x: jax.Array,
+    data: jax.Array,
+    scale: jax.Array,
+    amax: jax.Array | None,
+    zero_point: jax.Array | None,
+    extras: Sequence[jax.Array],
+) -> list[jax.Array]:
     """The product by the kernel, which computes the sums times alpha and rounds them; XLA applies another epilogue."""
     lead = x.shape[:-1]
     rows = x.reshape(math.prod(lead), x.shape[-1]) if spec.shared else x
@@ -53,14 +66,22 @@ def matmul(spec: Any, x, data, scale, amax, zero_point, extras) -> list[jax.Arra
     return [y] if spec.epilogue.is_plain else spec.epilogue.finish(y, extras)
 
 
-def exact_dtype(fmt: Any, x: jax.Array) -> Any:
+def exact_dtype(fmt: Format, x: jax.Array) -> Any:
     """The narrowest dtype that holds both operands exactly: x's own if the decoded weight fits it, else float32."""
     exact = "float32" if fmt.scaling == "float32" and not fmt.power_of_two else "bfloat16"
     weight = jnp.dtype(fmt.served_dtype or exact)
     return x.dtype if x.dtype == weight else jnp.dtype("float32")
 
 
-def decoded_matmul(spec: Any, x, data, scale, amax, zero_point, extras) -> list[jax.Array]:
+def decoded_matmul(
+    spec: WeightOnlySpec,
+    x: jax.Array,
+    data: jax.Array,
+    scale: jax.Array,
+    amax: jax.Array | None,
+    zero_point: jax.Array | None,
+    extras: Sequence[jax.Array],
+) -> list[jax.Array]:
     """The product by XLA's GEMM of x and the decoded weight, in the narrowest dtype that holds both exactly."""
     dtype = exact_dtype(spec.format, x)
     w = reference.decoded(data, scale, zero_point, spec.format)[..., : x.shape[-1]].astype(dtype)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -118,13 +119,15 @@ def _rule(spec: WeightOnlySpec) -> wiring.ShardingRule:
     return wiring.ShardingRule(text, reductions=reductions, whole=weight.whole, **weight.sizes)
 
 
-def _named(spec: WeightOnlySpec, data, scale, *rest):
+def _named(
+    spec: WeightOnlySpec, data: jax.Array, scale: jax.Array, *rest: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array | None, jax.Array | None]:
     """data, scale, amax, zero points, the last two None where the format has none."""
     left = list(rest)
     return data, scale, left.pop(0) if spec.two_level else None, left.pop(0) if spec.format.has_zero_point else None
 
 
-def by_reference(spec: WeightOnlySpec, x, *operands) -> list[jax.Array]:
+def by_reference(spec: WeightOnlySpec, x: jax.Array, *operands: jax.Array) -> list[jax.Array]:
     """The op in pure JAX."""
     data, scale, amax, zero_point = _named(spec, *operands[: spec.weights])
     sums = reference.products(x, reference.decoded(data, scale, zero_point, spec.format))
@@ -132,7 +135,9 @@ def by_reference(spec: WeightOnlySpec, x, *operands) -> list[jax.Array]:
     return spec.epilogue.finish(sums, operands[spec.weights :])
 
 
-def by_cuda(spec: WeightOnlySpec, implementation: Implementation, x, *operands) -> list[jax.Array]:
+def by_cuda(
+    spec: WeightOnlySpec, implementation: Implementation, x: jax.Array, *operands: jax.Array
+) -> list[jax.Array]:
     """The op on NVIDIA GPUs."""
     weight, extras = operands[: spec.weights], operands[spec.weights :]
     if 0 in (*x.shape, *weight[0].shape):
@@ -148,7 +153,7 @@ def by_cuda(spec: WeightOnlySpec, implementation: Implementation, x, *operands) 
 
 
 @functools.cache
-def weight_only_op(spec: WeightOnlySpec, implementation: Implementation):
+def weight_only_op(spec: WeightOnlySpec, implementation: Implementation) -> wiring.Op:
     """x [..., M, K]; the weight as data [..., N, bytes], scale and, where its format has them, amax [...] and zero
     points; then the epilogue's operands -> [..., M, N], and the pre-activation.
 
@@ -156,15 +161,15 @@ def weight_only_op(spec: WeightOnlySpec, implementation: Implementation):
     """
     last = 1 + spec.weights
 
-    def outputs(x, data, *_):
+    def outputs(x: jax.Array, data: jax.Array, *_: jax.Array) -> wiring.Shapes:
         return spec.epilogue.outputs((*x.shape[:-1], data.shape[-2]))
 
-    def run_native(x, *operands):
+    def run_native(x: jax.Array, *operands: jax.Array) -> Sequence[jax.Array]:
         """With a shared weight the batch axes of x are rows."""
         weight, extras = operands[: spec.weights], list(operands[spec.weights :])
         lead = x.shape[:-1]
 
-        def folded(matrix):
+        def folded(matrix: jax.Array) -> jax.Array:
             return matrix.reshape(math.prod(lead), matrix.shape[-1]) if spec.shared else matrix
 
         x = folded(x)
@@ -175,7 +180,7 @@ def weight_only_op(spec: WeightOnlySpec, implementation: Implementation):
         out = call(x, *weight, *extras, **attributes, **spec.epilogue.attributes)
         return [y.reshape(*lead, y.shape[-1]) for y in out]
 
-    def when_reduced(add_up, *operands):
+    def when_reduced(add_up: wiring.AddUp, *operands: jax.Array) -> Sequence[jax.Array]:
         """If K is split, partial sums (scales applied) are added up in float32 before the rest of the epilogue."""
         plain = dataclasses.replace(spec, epilogue=spec.epilogue.accumulators_only)
         (partial,) = weight_only_op(plain, implementation)(*operands[:last])
@@ -198,28 +203,32 @@ def weight_only_op(spec: WeightOnlySpec, implementation: Implementation):
     op = custom_vmap(lambda *operands: wired(*operands))
 
     @op.def_vmap
-    def _(size, batched, *operands):
+    def _(size: int, batched: Sequence[bool], *operands: jax.Array) -> tuple[tuple[jax.Array, ...], tuple[bool, ...]]:
         own = any(batched[1:last]) or (spec.epilogue.bias and batched[last])
         shared = 0 if own else spec.weights + spec.epilogue.bias
-        operands = [
+        widened = [
             value if mapped or 1 <= i <= shared else jnp.broadcast_to(value, (size, *value.shape))
             for i, (value, mapped) in enumerate(zip(operands, batched, strict=True))
         ]
         if not own:
-            out = op(*operands)
+            out = op(*widened)
             return out, (True,) * len(out)
-        lead = operands[0].shape[1:-1]
-        matrices = [0, *range(last + spec.epilogue.bias, len(operands))]
+        lead = widened[0].shape[1:-1]
+        matrices = [0, *range(last + spec.epilogue.bias, len(widened))]
         for i in matrices:
-            operands[i] = operands[i].reshape(size, math.prod(lead), operands[i].shape[-1])
-        out = weight_only_op(dataclasses.replace(spec, shared=False), implementation)(*operands)
+            widened[i] = widened[i].reshape(size, math.prod(lead), widened[i].shape[-1])
+        out = weight_only_op(dataclasses.replace(spec, shared=False), implementation)(*widened)
         return tuple(y.reshape(size, *lead, y.shape[-1]) for y in out), (True,) * len(out)
 
     return op
 
 
 def weight_only_dgrad(
-    dy: Float[Array, "*B M N"], q: QuantizedArray, out_dtype: Any, out_sharding: Any, precision: Any = None
+    dy: Float[Array, "*B M N"],
+    q: QuantizedArray,
+    out_dtype: jax.typing.DTypeLike,
+    out_sharding: Any,
+    precision: jax.lax.PrecisionLike = None,
 ) -> Float[Array, "*B M K"]:
     """dy @ q, accumulated in float32; the weight is decoded to dy's dtype.
 
@@ -250,10 +259,10 @@ def _dgrad_op(
     ragged_columns: bool,
     ragged_depth: int | None,
     rows_split: bool,
-    out_dtype: Any,
+    out_dtype: jax.typing.DTypeLike,
     out_spec: PartitionSpec | None,
-    precision: Any,
-):
+    precision: jax.lax.PrecisionLike,
+) -> wiring.Op:
     """dy, and the weight as `weight_only_op` takes it -> dx. `ragged_depth`: K where it does not follow from the
     shapes, else None."""
     weight = weight_factors(fmt, ragged_columns, ragged_depth is not None, "...")
@@ -261,15 +270,17 @@ def _dgrad_op(
     text = f"{', '.join([f'... {lines} {weight.n}', *weight.operands])} -> ... {lines} {weight.k}"
     reductions = () if "n" in weight.whole else ("n",)
 
-    def depth(data, scale):
+    def depth(data: jax.Array, scale: jax.Array) -> int:
         if ragged_depth is not None:
             return ragged_depth
         return data.shape[-1] if fmt.scaling == "tensor" else scale.shape[-1] * fmt.length
 
-    def outputs(dy, data, scale, *_):
+    def outputs(dy: jax.Array, data: jax.Array, scale: jax.Array, *_: jax.Array) -> wiring.Shapes:
         return [((*dy.shape[:-1], depth(data, scale)), out_dtype)]
 
-    def multiply(dy, data, scale, *rest, dtype):
+    def multiply(
+        dy: jax.Array, data: jax.Array, scale: jax.Array, *rest: jax.Array, dtype: jax.typing.DTypeLike
+    ) -> jax.Array:
         amax = rest[0] if fmt.scaling == "two_level" else None
         zero_point = rest[-1] if fmt.has_zero_point else None
         matrix = (data.shape[-2], depth(data, scale))

@@ -46,13 +46,13 @@ def products(x: jax.Array, w: jax.Array) -> jax.Array:
     depth, columns = x.shape[-1], w.shape[-2]
     x, w = (pad_to_multiples(v.astype(jnp.float32), 1, LANES) for v in (x, w[..., :depth]))
 
-    def steps(v):
+    def steps(v: jax.Array) -> jax.Array:
         return jnp.moveaxis(v.reshape(*v.shape[:-1], v.shape[-1] // LANES, LANES), -2, 0)
 
     w_steps = steps(w)
 
-    def one_row(row):  # [..., K]
-        def add(sums, step):
+    def one_row(row: jax.Array) -> jax.Array:  # [..., K]
+        def add(sums: jax.Array, step: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
             x, w = step
             return sums + x[..., None, :] * w, None
 
