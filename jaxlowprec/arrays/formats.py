@@ -249,16 +249,17 @@ class NVFP4(Format):
 
 @dataclasses.dataclass(frozen=True)
 class MXFP8(Format):
-    """8-bit floats, a power of two (E8M0) per block of 32, as in OCP MX; the default scale rule is Transformer Engine's.
+    """8-bit floats, a power of two (E8M0) per block of 32, as in OCP MX; scales follow Transformer Engine by default.
 
-    A number decodes to `code * scale`. A scale's byte e stands for 2**(e - 127); `scale.view(np.uint8)` in NumPy shows it.
+    A number decodes to `code * scale`. The byte e of a scale stands for 2**(e - 127): in NumPy `scale.view(np.uint8)`.
 
     Arguments:
         element: "e4m3" or "e5m2".
         block: `(1, 32)`, or `(32, 32)`: square tiles, so that an array and its transpose are quantised alike (weights).
         scale_rule: how a block's amax becomes a power of two. "up": amax over the largest element, rounded up, so that
-            nothing saturates (Transformer Engine, cuBLAS). "floor": the OCP specification's, with a byte that is
-            one less in about a sixth of blocks, whose largest elements saturate. "even": as "floor", after rounding amax to the element's precision.
+            nothing saturates (Transformer Engine, cuBLAS). "floor": the OCP specification's, with a byte that is one
+            less in about a sixth of blocks, whose largest elements saturate. "even": as "floor", after rounding amax to
+            the element's precision.
 
     Source: OCP Microscaling Formats (MX) v1.0; numerics.md 6.
     """

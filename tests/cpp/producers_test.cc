@@ -291,7 +291,8 @@ TEST(quantized_activations_have_the_bytes_of_both_rules) {
         if (kReduced && shape.columns > 300) continue;
         const bool gated = random() % 2, stochastic = random() % 3 == 0;
         const int64_t size = shape.rows * shape.columns;
-        const ActivationCase c{kActivations[random() % std::size(kActivations)], type, 2 * size, gated, kAnyData[random() % 6]};
+        const ActivationCase c{kActivations[random() % std::size(kActivations)], type, 2 * size, gated,
+                               kAnyData[random() % 6]};
         const check::Given given(name(shape) + " " + c.text() + " " + format.name + " " + mode.name +
                                  (stochastic ? " stochastic" : ""));
         const Activations a(c, random);
