@@ -12,6 +12,7 @@ import numpy as np
 from tqdm import tqdm
 
 import jaxlowprec as jlp
+from rl import mismatch_picture
 
 AVERAGED = 10
 
@@ -110,4 +111,4 @@ def write(records: list[dict[str, Any]], settings: dict[str, Any], folder: pathl
     picture(records, folder / "reward.png")
     if any(record["differing"] for record in records):
         found = [jlp.rl.Mismatch.from_json(record["mismatch"]) for record in records]
-        jlp.rl.plot(found, folder / "mismatch.png", title="Rollout and trainer")
+        mismatch_picture.plot(found, folder / "mismatch.png", title="Rollout and trainer")

@@ -2,6 +2,5 @@
 
 from jaxlowprec.rl.importance import masked_weights, truncated_weights
 from jaxlowprec.rl.measures import Mismatch, mismatch
-from jaxlowprec.rl.picture import plot
 
-__all__ = ["Mismatch", "masked_weights", "mismatch", "plot", "truncated_weights"]
+__all__ = ["Mismatch", "masked_weights", "mismatch", "truncated_weights"]

@@ -189,7 +189,7 @@ ELSEWHERE = {
     "torch",  # in vLLM's process, which has it
     "vllm",
     "rich",  # `jaxlowprec watch` asks for the extra `report`
-    "matplotlib",  # `rl.plot` asks for it
+    "matplotlib",  # `inspect --plot` asks for it
 }
 
 

@@ -33,23 +33,19 @@ def plot(found: Mismatch | Sequence[Mismatch], path: str | pathlib.Path, *, titl
         ImportError: matplotlib is not installed.
         TypeError: `found` is something else.
         ValueError: there is nothing to draw, thresholds differ, or matplotlib does not know the format.
-
-    >>> import jax.numpy as jnp, jaxlowprec as jlp
-    >>> found = jlp.rl.mismatch(jnp.asarray([-0.5, -1.0]), jnp.asarray([-0.7, -1.0]))
-    >>> jlp.rl.plot(found, "mismatch.svg")  # doctest: +SKIP
     """
     try:
         from matplotlib.figure import Figure
         from matplotlib.layout_engine import ConstrainedLayoutEngine
     except ImportError as error:
-        raise ImportError("rl.plot: needs matplotlib; pip install matplotlib") from error
+        raise ImportError("plot: needs matplotlib; pip install matplotlib") from error
     series = [found] if isinstance(found, Mismatch) else found
     if not isinstance(series, list | tuple) or not all(isinstance(each, Mismatch) for each in series):
-        raise TypeError(f"rl.plot: found={shown(found)}; needs a Mismatch, or a list of them")
+        raise TypeError(f"plot: found={shown(found)}; needs a Mismatch, or a list of them")
     series = [each.on_host() for each in series]
     whole = functools.reduce(operator.add, series) if series else None
     if whole is None or not int(whole.tokens):
-        raise ValueError("rl.plot: no token was compared; needs one or more")
+        raise ValueError("plot: no token was compared; needs one or more")
     several = len(series) > 1
     figure = Figure(figsize=(12 if several else 7.6, 6.4), layout=ConstrainedLayoutEngine(w_pad=0.08, h_pad=0.06))
     grid = figure.add_gridspec(2, 2 if several else 1, width_ratios=(1.15, 1) if several else None)
