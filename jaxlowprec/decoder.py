@@ -2,7 +2,7 @@
 
 from jaxlowprec.models.decoder.cache import Cache
 from jaxlowprec.models.decoder.config import DecoderConfig
-from jaxlowprec.models.decoder.generate import CACHES, Generator, Written
+from jaxlowprec.models.decoder.generate import CACHES, Generation, Generator
 from jaxlowprec.models.decoder.model import Decoder, log_probabilities, loss
 
-__all__ = ["CACHES", "Cache", "Decoder", "DecoderConfig", "Generator", "Written", "log_probabilities", "loss"]
+__all__ = ["CACHES", "Cache", "Decoder", "DecoderConfig", "Generation", "Generator", "log_probabilities", "loss"]

@@ -31,6 +31,8 @@ class _Default(enum.Enum):
     def __repr__(self) -> str:
         return self.name
 
+    __str__ = __repr__
+
 
 FROM_CONTEXT: Any = _Default.FROM_CONTEXT
 """The default of every `recipe=`: use the recipe of `autocast`. `recipe=None` means high precision."""

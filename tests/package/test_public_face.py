@@ -42,6 +42,7 @@ def test_recipes_default_to_that_of_the_context():
     }
     assert found == {"jaxlowprec.autocast": None}  # None: enabled=False needs none
     assert "recipe: 'Recipe | None' = FROM_CONTEXT" in pydoc.render_doc(jlp.linear)
+    assert str(jlp.FROM_CONTEXT) == "FROM_CONTEXT"
 
 
 def test_the_default_is_itself_after_a_copy():

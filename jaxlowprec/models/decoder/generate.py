@@ -115,7 +115,7 @@ def stops_of(who: str, stop: Any) -> tuple[int, ...]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Written:
+class Generation:
     """The generated tokens of each sequence.
 
     Attributes:
@@ -203,7 +203,7 @@ class Generator:
         temperature: float = 0.0,
         seeds: Sequence[int] | None = None,
         stop: Sequence[int] | None = None,
-    ) -> Written:
+    ) -> Generation:
         """Continues each prompt by up to `count` tokens.
 
         Arguments:
@@ -239,7 +239,7 @@ class Generator:
             routed += found[2:]
         tokens, scores = (np.stack([np.asarray(found[i]) for found in chosen], axis=1) for i in range(2))
         lengths = [_until(row, stop) for row in tokens]
-        return Written(
+        return Generation(
             [row[:n].tolist() for row, n in zip(tokens, lengths, strict=True)],
             [row[:n] for row, n in zip(scores, lengths, strict=True)],
             _experts_of(routed, list(map(len, rows)), lengths) if self.routing else None,
