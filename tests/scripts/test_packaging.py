@@ -42,7 +42,9 @@ def test_an_sdist_that_lacks_what_a_build_needs_is_refused(sdist, missing):
     assert done.returncode == 1 and f"lacks {missing}" in done.stderr
 
 
-@pytest.mark.parametrize("extra", ["tests/cpp/CMakeLists.txt", "docs/index.md", "jaxlowprec/_native.abi3.so"])
+@pytest.mark.parametrize(
+    "extra", ["tests/cpp/CMakeLists.txt", ".github/workflows/release.yml", "jaxlowprec/_native.abi3.so"]
+)
 def test_an_sdist_with_what_only_the_repository_needs_is_refused(sdist, extra):
     done = check("check_sdist.sh", sdist(*NEEDED, extra))
     assert done.returncode == 1 and extra in done.stdout

@@ -77,7 +77,7 @@ class NamedActivation(NamedTuple):
     """An activation with defined bits.
 
     Attributes:
-        name: the kernels'.
+        name: as `activation_kind` of the bindings spells it; a gated activation has its plain rule's.
         value: float32 -> float32, of the forward pass.
         with_derivative: float32 -> value and derivative, of the backward pass, whose value may differ in the last bits.
         gated: whether it is multiplied by a second operand.
