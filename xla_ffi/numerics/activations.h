@@ -112,9 +112,12 @@ struct ReluSquared {
   }
 };
 
-/// Calls visit with the rule of a kind.
+/// Calls visit with the rule of a kind, on hosts and within kernels: visit runs where its caller runs.
+#ifdef __CUDACC__
+#pragma nv_exec_check_disable
+#endif
 template <class Visit>
-auto with_rule(ActivationKind kind, Visit visit) {
+JLP_RULE auto with_rule(ActivationKind kind, Visit visit) {
   switch (kind) {
     case ActivationKind::kGelu: return visit(Gelu{});
     case ActivationKind::kSilu: return visit(Silu{});

@@ -87,21 +87,10 @@ JLP_DEVICE void apply_to_tiles(const Arguments& a, const TileCorner& at, Chunks 
   }
 }
 
-/// Calls visit with the rule of a kind.
-template <class Visit>
-JLP_DEVICE void visit_rule(ActivationKind kind, Visit visit) {
-  if (kind == ActivationKind::kGelu)
-    visit(Gelu{});
-  else if (kind == ActivationKind::kSilu)
-    visit(Silu{});
-  else
-    visit(ReluSquared{});
-}
-
 /// The activation of tiles of its first operand.
 template <class E, class Arguments, class Chunks>
 JLP_DEVICE void activate_tiles(const Arguments& a, const TileCorner& at, Chunks (&tiles)[1]) {
-  visit_rule(a.kind, [&](auto rule) {
+  with_rule(a.kind, [&](auto rule) {
     if (a.makes == Makes::kGated)
       apply_to_tiles<E, Activate<decltype(rule), true>>(a, at, tiles);
     else
@@ -112,7 +101,7 @@ JLP_DEVICE void activate_tiles(const Arguments& a, const TileCorner& at, Chunks 
 /// The gradients of tiles of dy, and of x where there are two.
 template <class E, int kTiles, class Arguments, class Chunks>
 JLP_DEVICE void activate_tiles_backward(const Arguments& a, const TileCorner& at, Chunks (&tiles)[kTiles]) {
-  visit_rule(a.kind, [&](auto rule) {
+  with_rule(a.kind, [&](auto rule) {
     using Rule = decltype(rule);
     if constexpr (kTiles == 2) {
       apply_to_tiles<E, ActivateBackward<Rule, true>>(a, at, tiles);
