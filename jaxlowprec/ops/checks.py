@@ -6,6 +6,7 @@ autodiff where it would compute a wrong derivative.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, TypedDict
 
@@ -16,9 +17,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxlowprec.arguments import a_dtype, array, as_int, one_of, shown
 from jaxlowprec.arrays.quantized_array import QuantizedArray
-from jaxlowprec.wiring import native
+from jaxlowprec.wiring import Elsewhere, native
 
-Implementation = Literal["ffi", "reference"] | None
+Implementation = Literal["ffi", "portable", "reference"] | None
 
 FLOATS = (jnp.dtype("bfloat16"), jnp.dtype("float16"), jnp.dtype("float32"))
 Axes = tuple[int, ...]
@@ -26,32 +27,43 @@ _ALGORITHMS = (jax.lax.DotAlgorithm, jax.lax.DotAlgorithmPreset)
 
 
 def check_implementation(who: str, implementation: Any) -> None:
-    """Raises ValueError unless it is None, "ffi" or "reference"."""
-    one_of(who, "implementation", implementation, None, "ffi", "reference")
+    """Raises ValueError unless it is None, "ffi", "portable" or "reference"."""
+    one_of(who, "implementation", implementation, None, "ffi", "portable", "reference")
 
 
 class Platforms(TypedDict, total=False):
     """The arguments of `wiring.define` that say where an op is native."""
 
     platforms: tuple[str, ...]
-    only_native: bool
+    elsewhere: Elsewhere
+    by_reference: tuple[str, ...]
     missing: Mapping[str, str]
+
+
+def default_implementation() -> Implementation:
+    """What implementation=None means: $JAXLOWPREC_IMPLEMENTATION, or None. Each op asks once."""
+    value: Any = os.environ.get("JAXLOWPREC_IMPLEMENTATION") or None
+    one_of("$JAXLOWPREC_IMPLEMENTATION", "value", value, None, "ffi", "portable", "reference")
+    return value
 
 
 def choose(who: str, implementation: Implementation) -> Platforms:
     """The arguments of `wiring.define` for an implementation.
 
-    None is the native kernel where there is one, else the reference. "ffi" demands the kernel, "reference" pure JAX.
+    None is the native kernel where there is one, else the portable lowering, and on CPUs the reference, whose bytes are
+    the kernels'. "ffi" demands the kernel; "portable" and "reference" are pure JAX.
     """
     check_implementation(who, implementation)
+    if implementation is None:
+        implementation = default_implementation()
     platforms = native.platforms()
     if implementation is None:
-        return {"platforms": platforms}
-    if implementation == "reference":
-        return {"platforms": ()}
+        return {"platforms": platforms, "elsewhere": "portable", "by_reference": ("cpu",)}
+    if implementation != "ffi":
+        return {"platforms": (), "elsewhere": implementation}
     if not platforms:
         raise NotImplementedError(f'{who}: implementation="ffi": {native.library().reason}')
-    return {"platforms": platforms, "only_native": True, "missing": native.library().missing}
+    return {"platforms": platforms, "elsewhere": "refused", "missing": native.library().missing}
 
 
 def float_array(who: str, name: str, x: Any) -> jax.Array:

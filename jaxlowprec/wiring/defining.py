@@ -1,24 +1,22 @@
-"""How the partial results of devices are added up."""
+"""Defines ops: what computes them on each platform, how they batch, and how they are split over the devices of a mesh."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import itertools
-import math
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, NoReturn, Protocol
+from typing import Any, Literal, NamedTuple, NoReturn, Protocol
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.custom_batching import custom_vmap
 from jax.experimental.custom_partitioning import custom_partitioning
-from jax.extend.core import Primitive
+from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import mlir
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, use_abstract_mesh
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec, use_abstract_mesh
 
+from jaxlowprec.wiring.placement import check_pieces, mesh_array, refine
 from jaxlowprec.wiring.sharding_rule import MeshArray, ShardingRule, Split
 
 __all__ = ["ShardingRule", "align_varying", "as_bytes", "define", "from_bytes", "further_axes", "varying_axes"]
@@ -30,11 +28,12 @@ Body = Callable[..., Sequence[jax.Array]]
 """Arrays -> arrays: what computes an op on one platform."""
 Op = Callable[..., tuple[jax.Array, ...]]
 """Arrays -> a tuple of arrays, under every transformation but autodiff."""
+Elsewhere = Literal["portable", "reference", "refused"]
+"""What computes an op on a platform for which it has no native body."""
+UNPARTITIONED = ("tpu",)
+"""Platforms whose compiler calls no partitioning rules (https://github.com/jax-ml/jax/issues/38196)."""
 AddUp = Callable[[jax.Array], jax.Array]
 """Adds up partial results of devices, see `define`'s `when_reduced`."""
-_TILED = re.compile(r"{devices=\[([\d,]+)\](?:([\d,]+)|<=\[([\d,]+)\](?:T\(([\d,]+)\))?)(?: last_tile_dim_replicate)?}")
-
-
 class Partials(NamedTuple):
     """The mesh axes over which partial results are added up.
 
@@ -74,35 +73,6 @@ IN_THEIR_DTYPE: Adder = _AdderInTheirDtype()
 """Adds up by XLA's reduce-scatter and all-reduce, in the dtype of the partial results."""
 
 
-def _primes(n: int) -> list[int]:
-    prime = next((p for p in range(2, n + 1) if n % p == 0), None)
-    return [prime, *_primes(n // prime)] if prime else []
-
-
-def _refine(mesh: Mesh) -> Mesh:
-    """The mesh with every axis factored into primes, devices in the same order: Shardy may use a part of an axis."""
-    primes = [p for n in mesh.devices.shape for p in _primes(n)] or [1]
-    return Mesh(mesh.devices.reshape(primes), tuple(f"_{i}" for i in range(len(primes))))
-
-
-def _spec_on(mesh: Mesh, sharding: Any, shape: tuple[int, ...]) -> list[tuple[str, ...]]:
-    """A sharding as a spec of a refined mesh, found from the part of the array that each device holds.
-
-    The shape is scaled by the mesh's size, so that every split divides it. The first step along each mesh axis shows
-    which dimension the axis splits; the axes with the larger offsets are the major ones.
-    """
-    where = sharding.devices_indices_map(tuple(n * mesh.size for n in shape))
-    steps = []
-    for axis, size in enumerate(mesh.devices.shape):
-        index = tuple(int(k == axis and size > 1) for k in range(mesh.devices.ndim))
-        steps.append([part.start or 0 for part in where[mesh.devices[index]]])
-    spec = []
-    for dim in range(len(shape)):
-        moving = [(-steps[axis][dim], axis) for axis in range(mesh.devices.ndim) if steps[axis][dim]]
-        spec.append(tuple(mesh.axis_names[axis] for _, axis in sorted(moving)))
-    return spec
-
-
 @contextlib.contextmanager
 def _as_by_default() -> Iterator[None]:
     """Traces a body without the caller's mesh, whose types would leak into it, and without the caller's strict
@@ -134,9 +104,31 @@ def _unless_empty(native: Body, reference: Body) -> Body:
     return lambda *args: (native if args[0].size else reference)(*args)
 
 
+_whole_p: Any = Primitive("jaxlowprec_whole")
+"""An op of whole arrays: `call`, whose partitioning rule splits it over a mesh. Where there are no such rules, the body
+that `unpartitioned` makes is lowered, and the compiler partitions it as it does every other operation."""
+_whole_p.multiple_results = True
+_whole_p.def_abstract_eval(lambda *_, call, unpartitioned: call.out_avals)
+_whole_p.def_impl(lambda *args, call, unpartitioned: jaxpr_as_fun(call)(*args))
+
+
+def _lower_whole(ctx: Any, *args: Any, call: Any, unpartitioned: Callable) -> Any:
+    return mlir.lower_fun(jaxpr_as_fun(call), multiple_results=True)(ctx, *args)
+
+
+def _lower_unpartitioned(ctx: Any, *args: Any, call: Any, unpartitioned: Callable) -> Any:
+    return _lowering(unpartitioned(ctx))(ctx, *args)
+
+
+mlir.register_lowering(_whole_p, _lower_whole)
+for _platform in UNPARTITIONED:
+    mlir.register_lowering(_whole_p, _lower_unpartitioned, platform=_platform)
+
+
 def as_bytes(x: jax.Array) -> jax.Array:
     """An array of 8-bit floats as uint8: XLA's collectives on CPUs would send 8-bit floats as float16."""
-    return jax.lax.bitcast_convert_type(x, jnp.uint8) if x.dtype.itemsize == 1 and x.dtype.kind in "fV" else x
+    dtype = _byte_dtype(x.dtype)
+    return x if dtype == x.dtype else jax.lax.bitcast_convert_type(x, dtype)
 
 
 def from_bytes(values: Sequence[jax.Array], dtypes: Sequence[Any]) -> tuple[jax.Array, ...]:
@@ -159,7 +151,10 @@ def define(
     when_reduced: Body | None = None,
     when_split: Body | None = None,
     out_spec: PartitionSpec | None = None,
-    only_native: bool = False,
+    portable: Body | Mapping[str | None, Body] | None = None,
+    fenced: bool = False,
+    elsewhere: Elsewhere = "reference",
+    by_reference: Sequence[str] = (),
     missing: Mapping[str, str] | None = None,
     adder: Adder = IN_THEIR_DTYPE,
 ) -> Op:
@@ -181,7 +176,12 @@ def define(
         when_split: (axes, *arrays) -> arrays, used instead of `reference` and `collective` when those mesh axes split a
             reduction factor: for results that have the factor, and depend on all of it.
         out_spec: in explicit mode, the wanted partition of the first result; followed as far as the rule allows.
-        only_native: other platforms raise NotImplementedError instead of running the reference.
+        portable: as `reference`, for compilers of any platform to make fast: its bytes need not be the kernels'. A
+            mapping has a body for each of some platforms, and under None that for all others. None: the reference.
+        fenced: whether portable results are stored before they are read. Without it XLA computes them again in each
+            reader's loop; an FFI call's results are stored anyway.
+        elsewhere: what computes the op on platforms without a native body; "refused" raises NotImplementedError.
+        by_reference: platforms that run the reference if they have no native body, whatever `elsewhere` says.
         missing: for error messages: why a platform is not among `platforms`.
         adder: of the partial results. If it draws, the op takes one more operand, uint32 [..., 2] with the batch axes,
             which neither `outputs` nor the bodies see.
@@ -192,6 +192,9 @@ def define(
         if native:
             mapping = native if isinstance(native, Mapping) else dict.fromkeys(platforms, native)
             native = {platform: _without_last(body) for platform, body in mapping.items()}
+        if portable:
+            portable = {None: portable} if not isinstance(portable, Mapping) else portable
+            portable = {platform: _without_last(body) for platform, body in portable.items()}
     primitive: Any = Primitive(name)
     primitive.multiple_results = True
     collectives = [collective] * len(rule.results) if callable(collective) else collective
@@ -219,15 +222,18 @@ def define(
             for tokens, (shape, dtype) in zip(rule.results, shapes, strict=True)
         ]
 
-    def unavailable(why: str) -> Body:
-        def body(*args: jax.Array) -> NoReturn:
-            raise NotImplementedError(f'{name}: implementation="ffi" has kernels for {tuple(platforms)}, {why}')
+    def body_elsewhere(platform: str | None) -> Body:
+        if elsewhere == "refused":
+            why = f"not for {platform}: {missing[platform]}" if missing and platform else "not for this platform"
+            return _refusal(f'{name}: implementation="ffi" has kernels for {tuple(platforms)}, {why}')
+        if elsewhere == "reference" or platform in by_reference or not (portable or fenced):
+            return reference
+        body = (portable.get(platform) or portable[None]) if isinstance(portable, Mapping) else portable or reference
+        return _fenced(body) if fenced else body
 
-        return body
-
-    mlir.register_lowering(primitive, _lowering(unavailable("not for this platform") if only_native else reference))
-    for platform, why in (missing or {}).items() if only_native else ():
-        mlir.register_lowering(primitive, _lowering(unavailable(f"not for {platform}: {why}")), platform=platform)
+    named = [*by_reference, *(missing or ()), *(portable if isinstance(portable, Mapping) else ())]
+    for platform in dict.fromkeys([None, *named]):
+        mlir.register_lowering(primitive, _lowering(body_elsewhere(platform)), platform=platform)
     primitive.native = {}  # the kernels' calls by platform: tests make them without a compiled program
     if native:
         for platform in platforms:
@@ -252,11 +258,11 @@ def define(
         from the rule."""
         results = jax.tree.leaves(results)
         if mesh.empty:
-            _check_pieces(name, rule, args, results)
+            check_pieces(name, rule, args, results)
             local = _on_bytes(bind, dtypes)
             return mesh, local, tuple(r.sharding for r in results), tuple(a.sharding for a in args)
-        mesh = _refine(mesh)
-        operands, wanted = ([_placed(mesh, value) for value in values] for values in (args, results))
+        mesh = refine(mesh)
+        operands, wanted = ([mesh_array(mesh, value) for value in values] for values in (args, results))
         split = rule.split(mesh, operands, wanted, partial=True)
         alike = all(tokens == rule.results[0] for tokens in rule.results)
         landed, scattered = rule.landed(mesh, split, wanted[0] if when_reduced and alike else None)
@@ -295,10 +301,22 @@ def define(
     split = custom_partitioning(lambda dtypes, *args: _on_bytes(bind, dtypes)(*args), static_argnums=(0,))
     split.def_partition(partition, decode_shardings=False, sharding_rule=sharding_rule)
 
+    def unpartitioned(ctx: Any, dtypes: Sequence[Any]) -> Body:
+        if adder is not IN_THEIR_DTYPE and getattr(ctx.module_context.axis_context, "num_devices", 1) > 1:
+            raise NotImplementedError(
+                f"{name}: this platform's compiler adds up the partial sums of devices itself, in float32 or the "
+                "result's dtype; remove `sums=`, or call the op within jax.shard_map over all mesh axes"
+            )
+        return _on_bytes(bind, dtypes)
+
     @functools.cache
     def op_of(*dtypes: Any) -> Op:
         """The op on arrays of these dtypes; its 8-bit floats travel as bytes."""
-        op = custom_vmap(lambda *args: split(dtypes, *args))
+        def whole(*args: jax.Array) -> tuple[jax.Array, ...]:
+            call = jax.make_jaxpr(functools.partial(split, dtypes))(*args)
+            return tuple(_whole_p.bind(*args, call=call, unpartitioned=functools.partial(unpartitioned, dtypes=dtypes)))
+
+        op = custom_vmap(whole)
 
         @op.def_vmap
         def _(size: int, batched: Sequence[bool], *args: jax.Array) -> tuple[tuple[jax.Array, ...], tuple[bool, ...]]:
@@ -324,6 +342,22 @@ def define(
     return compiled
 
 
+def _refusal(message: str) -> Body:
+    def body(*args: jax.Array) -> NoReturn:
+        raise NotImplementedError(message)
+
+    return body
+
+
+def _fenced(body: Body) -> Body:
+    return lambda *args: jax.lax.optimization_barrier(tuple(body(*args)))
+
+
+def _byte_dtype(dtype: Any) -> Any:
+    """The dtype in which `as_bytes` passes arrays of this one."""
+    return jnp.dtype("uint8") if dtype.itemsize == 1 and dtype.kind in "fV" else dtype
+
+
 def _without_last(function: Callable) -> Callable:
     """The function of one more operand, which it does not read."""
     return lambda *args: function(*args[:-1])
@@ -332,10 +366,6 @@ def _without_last(function: Callable) -> Callable:
 def _on_bytes(function: Body, dtypes: Sequence[Any]) -> Op:
     """The function of arrays of these dtypes, with 8-bit floats passed and returned as bytes."""
     return lambda *args: tuple(map(as_bytes, function(*from_bytes(args, dtypes))))
-
-
-def _placed(mesh: Mesh, value: Any) -> MeshArray:
-    return MeshArray(tuple(value.shape), _spec_on(mesh, value.sharding, value.shape), value.dtype.itemsize)
 
 
 def varying_axes(x: Any) -> frozenset[str]:
@@ -362,39 +392,3 @@ def align_varying(*trees: Any) -> tuple[Any, ...]:
         for leaf, v in zip(leaves, varying, strict=True)
     ]
     return jax.tree.unflatten(structure, aligned)
-
-
-def _tiles(sharding: Any, ndim: int) -> list[tuple[int, ...]] | None:
-    """The index of the tile that each device holds, for each dimension; () for a dimension that is not split; None if
-    that is not known.
-
-    Read from the printed form: JAX has no public attribute for shardings inside a partially manual shard_map.
-    """
-    if sharding.is_fully_replicated:
-        return [()] * ndim
-    found = _TILED.search(str(sharding))
-    if not found:
-        return None
-    sizes, listed, iota, order = ([int(n) for n in (group or "").split(",") if n] for group in found.groups())
-    devices = listed or np.arange(math.prod(iota)).reshape(iota).transpose(order or range(len(iota))).ravel()
-    held = np.unravel_index(np.argsort(devices), sizes)
-    return [tuple(index.tolist()) if n > 1 else () for index, n in zip(held[:ndim], sizes, strict=False)]
-
-
-def _check_pieces(name: str, rule: ShardingRule, args: Avals, results: Avals) -> None:
-    """Raises unless the shardings agree: a shard_map that is manual over some axes only passes them through."""
-    pieces: dict[str, tuple[int, ...]] = {}
-
-    def agrees(factor: str, rest: int, size: int, held: tuple[int, ...]) -> bool:
-        count = 1 + max(held, default=0)
-        whole = factor in rule.reductions or factor in rule.whole
-        return size % (count * rest) == 0 and not (held and whole) and pieces.setdefault(factor, held) == held
-
-    for tokens, value in zip(rule.operands + rule.results, [*args, *results], strict=True):
-        dims, tiles = rule.dims(tokens, len(value.shape)), _tiles(value.sharding, len(value.shape))
-        if tiles is None or not all(
-            agrees(*dim, size, held) for dim, size, held in zip(dims, value.shape, tiles, strict=True)
-        ):
-            raise NotImplementedError(
-                f"{name}: operands are split differently in a partially manual shard_map; make all mesh axes manual"
-            )

@@ -16,7 +16,7 @@ from jaxlowprec.ops.epilogue import Epilogue
 from jaxlowprec.ops.grouped_matmul.api import multiply_groups, multiply_within_groups, quantize_groups
 from jaxlowprec.ops.grouped_matmul.weight_only import grouped_weight_only
 from jaxlowprec.ops.scaled_matmul import cuda
-from jaxlowprec.ops.weight_only_matmul import cuda as weight_only_cuda
+from jaxlowprec.ops.weight_only_matmul import portable
 from jaxlowprec.ops.weight_only_matmul.op import WeightOnlySpec
 from tests.cuda_without_gpu.claiming_cuda import claiming_cuda, custom_calls
 from tests.eager import evaluated
@@ -375,7 +375,7 @@ def test_xlas_gemm_of_the_decoded_weight_is_the_product(fmt, dtype):
     q = evaluated(jlp.quantize)(w, fmt)
     bias, epilogue = random_array((40,), "float32", 3), Epilogue(True, False, "gelu", False, jnp.float32)
     spec = WeightOnlySpec(fmt, False, False, True, epilogue)
-    multiply = jax.jit(functools.partial(weight_only_cuda.decoded_matmul, spec))
+    multiply = jax.jit(functools.partial(portable.decoded_matmul, spec))
     (y,) = multiply(x, q.data, q.scale, q.amax, q.zero_point, [bias])
     expected = evaluated(jlp.scaled_matmul)(x, q, bias, activation="gelu", preferred_element_type=jnp.float32)
     np.testing.assert_allclose(y, expected, rtol=1e-5, atol=1e-4)

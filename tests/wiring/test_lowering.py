@@ -122,7 +122,7 @@ class TestOnlyNative:
             reference=body(1),
             native=body(-1),
             platforms=("cuda",),
-            only_native=True,
+            elsewhere="refused",
         )
     )
     MESSAGE = r'demanding: implementation="ffi" has kernels for \(\'cuda\',\), not for this platform'
@@ -143,7 +143,7 @@ class TestOnlyNative:
         assert "-4002" in lowered.as_text()
 
     def test_the_reason_is_named_where_it_is_known(self):
-        op = plus_one("absent", [], platforms=("cpu",), only_native=True, missing={"cuda": "no driver"})
+        op = plus_one("absent", [], platforms=("cpu",), elsewhere="refused", missing={"cuda": "no driver"})
         traced = jax.jit(lambda x: op(x)).trace(jnp.ones(4))
         with pytest.raises(NotImplementedError, match=r"absent: .* kernels for \('cpu',\), not for cuda: no driver"):
             traced.lower(lowering_platforms=("cuda",))

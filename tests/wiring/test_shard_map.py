@@ -144,7 +144,7 @@ class TestPieces:
         for mesh, sharding, shape in seen:
             where, piece = sharding.devices_indices_map(shape), sharding.shard_shape(shape)
             slices = [where[device] for device in mesh.devices.flat]
-            assert wiring._tiles(sharding, len(shape)) == [
+            assert placement._tiles(sharding, len(shape)) == [
                 tuple((part[dim].start or 0) // m for part in slices) if m < n else ()
                 for dim, (n, m) in enumerate(zip(shape, piece, strict=True))
             ]
@@ -154,7 +154,7 @@ class TestPieces:
 
     def check(self, x, rows, result, shape=(16, 64)):
         values = [Value(shape, x), Value((), "{replicated}"), Value(shape[:1], rows)]
-        wiring._check_pieces("op", RULE, values, [Value((shape[0], shape[1] // 4), result)] * 2)
+        placement.check_pieces("op", RULE, values, [Value((shape[0], shape[1] // 4), result)] * 2)
 
     def test_pieces_that_agree_are_let_through(self):
         split, rows = self.CONSISTENT
@@ -182,9 +182,9 @@ class TestPieces:
     def test_a_split_factor_that_must_be_whole_is_refused(self, option):
         """There are no mesh axes here to reduce or gather over."""
         x, result = Value((16, 64), "{devices=[1,4]<=[4]}"), Value((16,), "{replicated}")
-        wiring._check_pieces("op", ShardingRule("r c -> r"), [x], [result])
+        placement.check_pieces("op", ShardingRule("r c -> r"), [x], [result])
         with pytest.raises(NotImplementedError, match="make all mesh axes manual"):
-            wiring._check_pieces("op", ShardingRule("r c -> r", **{option: ("c",)}), [x], [result])
+            placement.check_pieces("op", ShardingRule("r c -> r", **{option: ("c",)}), [x], [result])
 
     @pytest.mark.parametrize(
         "printed",

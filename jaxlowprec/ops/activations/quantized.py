@@ -166,5 +166,6 @@ def _define(
         outputs=lambda x, *_: quantize.shapes(quantized, x) * results,
         reference=on_matrices(run_reference),
         native={"cpu": on_matrices(run_native), "cuda": on_matrices(run_on_gpu)},
+        fenced=True,
         **choose("activation", implementation),
     )

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from jaxlowprec import wiring
 from jaxlowprec.ops.checks import Implementation, choose
-from jaxlowprec.ops.grouped_matmul import cuda, reference
+from jaxlowprec.ops.grouped_matmul import chunks, ragged, reference
 from jaxlowprec.ops.grouped_matmul.groups import Groups
 from jaxlowprec.ops.grouped_matmul.quantize_op import over_batches
 from jaxlowprec.ops.rounding import rounded
@@ -113,11 +113,16 @@ def grouped_matmul_op(spec: GroupedMatmulSpec, implementation: Implementation) -
         formats = {"a_format": spec.a_format.attributes, "b_format": spec.b_format.attributes}
         return [call(*operands, **formats, bias=spec.bias)]
 
-    def run_on_gpu(
+    def run_by_chunks(
         a_data: jax.Array, a_scale: jax.Array, b_data: jax.Array, b_scale: jax.Array, sizes: jax.Array, *rest: jax.Array
     ) -> Sequence[jax.Array]:
-        multiply = over_batches(functools.partial(cuda.matmul, spec, implementation))
+        multiply = over_batches(functools.partial(chunks.matmul, spec, implementation))
         return [multiply(a_data, sizes, a_scale, b_data, b_scale, *rest)]
+
+    def run_on_tpu(
+        a_data: jax.Array, a_scale: jax.Array, b_data: jax.Array, b_scale: jax.Array, sizes: jax.Array, *rest: jax.Array
+    ) -> Sequence[jax.Array]:
+        return [over_batches(functools.partial(ragged.matmul, spec))(a_data, sizes, a_scale, b_data, b_scale, *rest)]
 
     def when_reduced(add_up: wiring.AddUp, *operands: jax.Array) -> Sequence[jax.Array]:
         """If K is split, partial sums (scales applied) are added up in float32 before bias and cast."""
@@ -133,7 +138,8 @@ def grouped_matmul_op(spec: GroupedMatmulSpec, implementation: Implementation) -
         rule=_rule(spec),
         outputs=outputs,
         reference=run_reference,
-        native={"cpu": run_native, "cuda": run_on_gpu},
+        native={"cpu": run_native, "cuda": run_by_chunks},
+        portable={None: run_by_chunks, "tpu": run_on_tpu},
         when_reduced=when_reduced,
         **choose("grouped_matmul", implementation),
     )
@@ -194,10 +200,10 @@ def grouped_wgrad_op(spec: GroupedMatmulSpec, rows: int, implementation: Impleme
         attributes = {"a_format": formats[0].attributes, "b_format": formats[1].attributes, "rows": rows}
         return [call(*operands, **attributes, accumulate=spec.accumulate)]
 
-    def run_on_gpu(
+    def run_by_chunks(
         a_data: jax.Array, a_scale: jax.Array, b_data: jax.Array, b_scale: jax.Array, sizes: jax.Array, *rest: jax.Array
     ) -> Sequence[jax.Array]:
-        multiply = over_batches(functools.partial(cuda.wgrad, spec, implementation, rows))
+        multiply = over_batches(functools.partial(chunks.wgrad, spec, implementation, rows))
         return [multiply(a_data, sizes, a_scale, b_data, b_scale, *rest)]
 
     return wiring.define(
@@ -205,6 +211,7 @@ def grouped_wgrad_op(spec: GroupedMatmulSpec, rows: int, implementation: Impleme
         rule=wiring.ShardingRule(text, whole=whole),
         outputs=outputs,
         reference=run_reference,
-        native={"cpu": run_native, "cuda": run_on_gpu},
+        native={"cpu": run_native, "cuda": run_by_chunks},
+        portable=run_by_chunks,
         **choose("grouped_matmul", implementation),
     )

@@ -15,7 +15,8 @@ import jax.numpy as jnp
 
 from jaxlowprec import wiring
 from jaxlowprec.ops.checks import wider_dtype
-from jaxlowprec.ops.grouped_matmul.cuda import chunk_rows
+from jaxlowprec.ops.grouped_matmul import ragged
+from jaxlowprec.ops.grouped_matmul.chunks import chunk_rows
 from jaxlowprec.ops.grouped_matmul.groups import Groups, Slots
 from jaxlowprec.ops.grouped_matmul.quantize_op import over_batches
 from jaxlowprec.ops.grouped_matmul.reference import CHUNK, by_chunks, chunk_of
@@ -46,9 +47,15 @@ def plain_wgrad(
 
 
 def _define(
-    name: str, rule: wiring.ShardingRule, outputs: Callable, chunks: Callable, when_reduced: Callable | None = None
+    name: str,
+    rule: wiring.ShardingRule,
+    outputs: Callable,
+    chunks: Callable,
+    on_tpu: Callable | None = None,
+    when_reduced: Callable | None = None,
 ) -> wiring.Op:
-    """The op of operands x, other, sizes that `chunks(rows of one, x, sizes, other)` computes."""
+    """The op of operands x, other, sizes that `chunks(rows of one, x, sizes, other)` computes, and on TPUs
+    `on_tpu(x, sizes, other)`."""
 
     def by(rows_of_one: Callable) -> Callable:
         def run(x: jax.Array, other: jax.Array, sizes: jax.Array) -> Sequence[jax.Array]:
@@ -57,13 +64,18 @@ def _define(
 
         return run
 
+    def run_on_tpu(x: jax.Array, other: jax.Array, sizes: jax.Array) -> Sequence[jax.Array]:
+        return [over_batches(on_tpu)(x, sizes, other)]  # type: ignore[arg-type]
+
+    in_chunks = by(chunk_rows)
     return wiring.define(
         name,
         rule=rule,
         outputs=outputs,
         reference=by(lambda rows, experts: CHUNK),
-        native=by(chunk_rows),
-        platforms=("cuda",),
+        portable={None: in_chunks, "tpu": run_on_tpu} if on_tpu else in_chunks,
+        elsewhere="portable",
+        by_reference=("cpu",),
         when_reduced=when_reduced,
     )
 
@@ -75,6 +87,7 @@ def _rows_op(out_dtype: jax.typing.DTypeLike, precision: jax.lax.PrecisionLike) 
         wiring.ShardingRule("... t k, ... e k n, ... e -> ... t n", reductions=("k",), whole=("t", "e")),
         lambda x, w, sizes: [((*x.shape[:-1], w.shape[-1]), out_dtype)],
         functools.partial(rows_by_chunks, out_dtype, precision),
+        functools.partial(ragged.plain_rows, out_dtype, precision),
         lambda add_up, *operands: [add_up(_rows_op(jnp.dtype("float32"), precision)(*operands)[0]).astype(out_dtype)],
     )
 

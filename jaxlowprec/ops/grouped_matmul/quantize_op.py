@@ -187,6 +187,7 @@ def grouped_quantize_op(spec: GroupedQuantizeSpec, implementation: Implementatio
         outputs=outputs,
         reference=run_reference,
         native={"cpu": run_native, "cuda": run_on_gpu},
+        fenced=True,
         **choose("grouped_matmul", implementation),
     )
 

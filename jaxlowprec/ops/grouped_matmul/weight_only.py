@@ -13,7 +13,7 @@ from jaxlowprec import wiring
 from jaxlowprec.arrays.formats import Format
 from jaxlowprec.arrays.quantized_array import QuantizedArray
 from jaxlowprec.ops.checks import Implementation, choose
-from jaxlowprec.ops.grouped_matmul import cuda
+from jaxlowprec.ops.grouped_matmul import chunks, ragged
 from jaxlowprec.ops.grouped_matmul import reference as grouped
 from jaxlowprec.ops.grouped_matmul.op import bias_of_rows
 from jaxlowprec.ops.grouped_matmul.quantize_op import over_batches
@@ -106,9 +106,13 @@ def grouped_weight_only_op(spec: GroupedWeightOnlySpec, implementation: Implemen
         attributes = {"format": fmt.attributes, "asymmetric": fmt.has_zero_point, "bias": spec.bias}
         return [call(x, data, scale, sizes, *others, *extras, **attributes)]
 
-    def run_on_gpu(x: jax.Array, *rest: jax.Array) -> Sequence[jax.Array]:
+    def run_by_chunks(x: jax.Array, *rest: jax.Array) -> Sequence[jax.Array]:
         weight, sizes, bias = rest[: spec.weights], rest[spec.weights], rest[last:]
-        return [over_batches(functools.partial(cuda.weight_only, spec, implementation))(x, sizes, *weight, *bias)]
+        return [over_batches(functools.partial(chunks.weight_only, spec, implementation))(x, sizes, *weight, *bias)]
+
+    def run_on_tpu(x: jax.Array, *rest: jax.Array) -> Sequence[jax.Array]:
+        weight, sizes, bias = rest[: spec.weights], rest[spec.weights], rest[last:]
+        return [over_batches(functools.partial(ragged.weight_only, spec))(x, sizes, *weight, *bias)]
 
     def when_reduced(add_up: wiring.AddUp, *operands: jax.Array) -> Sequence[jax.Array]:
         plain = dataclasses.replace(spec, bias=False, out_dtype=jnp.dtype("float32"))
@@ -127,7 +131,8 @@ def grouped_weight_only_op(spec: GroupedWeightOnlySpec, implementation: Implemen
         ),
         outputs=outputs,
         reference=run_reference,
-        native={"cpu": run_native, "cuda": run_on_gpu},
+        native={"cpu": run_native, "cuda": run_by_chunks},
+        portable={None: run_by_chunks, "tpu": run_on_tpu},
         when_reduced=when_reduced,
         **choose("grouped_matmul", implementation),
     )

@@ -117,6 +117,7 @@ def quantize_op(fmt: Int4, columnwise: bool, ragged: bool, implementation: Imple
         outputs=outputs,
         reference=_across(lambda rows: reference.quantize(rows, fmt), columnwise),
         native=lambda x: _call("jaxlowprec_int4_quantize", outputs(x), fmt, columnwise, x),
+        fenced=True,
         **_implemented("quantize", fmt, implementation),
     )
 

@@ -136,6 +136,7 @@ def norm_quantize_op(spec: NormSpec, quantized: QuantizeSpec) -> wiring.Op:
         outputs=outputs,
         reference=on_matrix(run_reference),
         native={"cpu": on_matrix(run_native), "cuda": on_matrix(run_on_gpu)},
+        fenced=True,
         **choose("norm", spec.implementation),
     )
 

@@ -177,6 +177,7 @@ def quantize_op(spec: QuantizeSpec, implementation: Implementation) -> wiring.Op
         outputs=lambda x, *_: shapes(spec, x),
         reference=bodies[0],
         native={"cpu": bodies[1], "cuda": bodies[2]},
+        fenced=True,
         **choose("quantize", implementation),
     )
 
@@ -284,6 +285,7 @@ def row_scaled_quantize_op(spec: QuantizeSpec, implementation: Implementation) -
         outputs=outputs,
         reference=run_reference,
         native=run_native,
+        fenced=True,
         when_split=when_split,
         **choose("quantize", implementation),
     )

@@ -13,7 +13,7 @@ from jaxlowprec import wiring
 from jaxlowprec.arrays.formats import Format
 from jaxlowprec.ops.checks import Implementation, choose
 from jaxlowprec.ops.epilogue import Epilogue
-from jaxlowprec.ops.scaled_matmul import cuda, reference
+from jaxlowprec.ops.scaled_matmul import cuda, portable, reference
 from jaxlowprec.ops.split_rows import merged_columns, merged_rows, split_rows
 from jaxlowprec.ops.sums.kinds import SumKind, adder_of
 
@@ -29,7 +29,8 @@ class MatmulSpec:
         epilogue: the operations after the sums.
         rows_split: which rows are split (see `ops.split_rows`): "a": those of a and of the result, [..., S, M, ...];
             "both": those of a and b, which are contracted: the products of the parts are summed.
-        float32_sums: GPUs use no tensor cores that may add up in fewer bits; other platforms always sum in float32.
+        float32_sums: GPUs use no tensor cores that may add up in fewer bits, and no platform multiplies FP8 codes as
+            they are.
         sums: how the partial sums of a split K are added up; if it draws, the last operand is random words.
     """
 
@@ -87,15 +88,15 @@ def _merging(spec: MatmulSpec, multiply: Callable) -> Callable:
     """A function that multiplies matrices, wrapped to take and return split rows where the spec says so."""
 
     def multiply_parts(
-        a_data: jax.Array, a_scale: jax.Array, b_data: jax.Array, b_scale: jax.Array, *rest: jax.Array
+        a_data: jax.Array, a_scale: jax.Array, b_data: jax.Array, b_scale: jax.Array, *rest: jax.Array, **how: bool
     ) -> Sequence[jax.Array]:
         per_tensor, amaxes = spec.a_format.scaling == "tensor", 2 * spec.two_level
         merge = merged_rows if spec.rows_split == "a" else merged_columns
         a_merged = merge(a_data), a_scale if per_tensor else merge(a_scale)
         if spec.rows_split == "both":
-            return multiply(*a_merged, merge(b_data), b_scale if per_tensor else merge(b_scale), *rest)
+            return multiply(*a_merged, merge(b_data), b_scale if per_tensor else merge(b_scale), *rest, **how)
         rest = (*rest[:amaxes], *_merged_extras(spec, rest[amaxes:]))
-        return [split_rows(y, *a_data.shape[-3:-1]) for y in multiply(*a_merged, b_data, b_scale, *rest)]
+        return [split_rows(y, *a_data.shape[-3:-1]) for y in multiply(*a_merged, b_data, b_scale, *rest, **how)]
 
     return multiply_parts if spec.rows_split else multiply
 
@@ -126,6 +127,20 @@ def matmul_op(spec: MatmulSpec, implementation: Implementation) -> wiring.Op:
         y = reference.apply_amaxes(y, *rest[:2]) if spec.two_level else y
         return spec.epilogue.finish(y, rest[amaxes:])
 
+    def multiply_portably(
+        a_data: jax.Array,
+        a_scale: jax.Array,
+        b_data: jax.Array,
+        b_scale: jax.Array,
+        *rest: jax.Array,
+        float8: bool,
+    ) -> Sequence[jax.Array]:
+        y = portable.products(a_data, a_scale, spec.a_format, b_data, b_scale, spec.b_format, float8=float8)
+        if spec.a_format.scaling == "tensor":
+            y = portable.apply_tensor_scales(y, a_scale, b_scale)
+        y = reference.apply_amaxes(y, *rest[:2]) if spec.two_level else y
+        return spec.epilogue.finish(y, rest[amaxes:])
+
     def multiply_natively(*operands: jax.Array) -> Sequence[jax.Array]:
         a_data, _, b_data, *_ = operands
         shapes = spec.epilogue.outputs((*a_data.shape[:-1], b_data.shape[-2]))
@@ -147,7 +162,7 @@ def matmul_op(spec: MatmulSpec, implementation: Implementation) -> wiring.Op:
         if problem := cuda.why_not(spec, a_data, b_data):
             if implementation == "ffi":
                 raise NotImplementedError(f'scaled_matmul: implementation="ffi": {problem}')
-            return multiply_by_reference(*operands)
+            return multiply_portably(*operands, float8=not spec.float32_sums)
         return cuda.matmul(spec, *operands)
 
     def when_reduced(add_up: wiring.AddUp, *operands: jax.Array) -> Sequence[jax.Array]:
@@ -166,6 +181,7 @@ def matmul_op(spec: MatmulSpec, implementation: Implementation) -> wiring.Op:
         rule=_rule(spec),
         outputs=outputs,
         reference=merging(multiply_by_reference),
+        portable=portable.by_platform(merging(multiply_portably), float8=not spec.float32_sums),
         native={"cpu": merging(multiply_natively), "cuda": merging(multiply_on_gpu)},
         when_reduced=when_reduced,
         out_spec=spec.epilogue.out_spec,

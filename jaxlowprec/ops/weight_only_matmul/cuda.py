@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
-from jaxlowprec.arrays.formats import Format
 from jaxlowprec.ops.weight_only_matmul import reference
 from jaxlowprec.wiring import native
 
@@ -64,32 +63,3 @@ def matmul(
     )
     y = y.reshape(*lead, y.shape[-1])
     return [y] if spec.epilogue.is_plain else spec.epilogue.finish(y, extras)
-
-
-def exact_dtype(fmt: Format, x: jax.Array) -> Any:
-    """The narrowest dtype that holds both operands exactly: x's own if the decoded weight fits it, else float32."""
-    exact = "float32" if fmt.scaling == "float32" and not fmt.power_of_two else "bfloat16"
-    weight = jnp.dtype(fmt.served_dtype or exact)
-    return x.dtype if x.dtype == weight else jnp.dtype("float32")
-
-
-def decoded_matmul(
-    spec: WeightOnlySpec,
-    x: jax.Array,
-    data: jax.Array,
-    scale: jax.Array,
-    amax: jax.Array | None,
-    zero_point: jax.Array | None,
-    extras: Sequence[jax.Array],
-) -> list[jax.Array]:
-    """The product by XLA's GEMM of x and the decoded weight, in the narrowest dtype that holds both exactly."""
-    dtype = exact_dtype(spec.format, x)
-    w = reference.decoded(data, scale, zero_point, spec.format)[..., : x.shape[-1]].astype(dtype)
-    y = jnp.einsum(
-        "...mk,nk->...mn" if spec.shared else "...mk,...nk->...mn",
-        x.astype(dtype),
-        w,
-        precision=jax.lax.Precision.HIGHEST,
-        preferred_element_type=jnp.float32,
-    )
-    return spec.epilogue.finish(reference.apply_alpha(y, reference.alpha(scale, amax, spec.format)), extras)

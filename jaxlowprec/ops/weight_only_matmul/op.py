@@ -24,7 +24,7 @@ from jaxlowprec.arrays.quantized_array import QuantizedArray
 from jaxlowprec.ops.checks import Implementation, choose
 from jaxlowprec.ops.dequantize import dequantize
 from jaxlowprec.ops.epilogue import Epilogue
-from jaxlowprec.ops.weight_only_matmul import cuda, reference
+from jaxlowprec.ops.weight_only_matmul import cuda, portable, reference
 from jaxlowprec.wiring.sharding_rule import resharded, spec_of
 
 
@@ -148,8 +148,15 @@ def by_cuda(
             f'scaled_matmul: implementation="ffi": {problem}; with implementation=None XLA multiplies by the '
             "decoded weight"
         )
-    multiply: Any = cuda.decoded_matmul if problem else cuda.matmul
-    return multiply(spec, x, *_named(spec, *weight), extras)
+    if problem:
+        return by_xla(spec, x, *operands)
+    return cuda.matmul(spec, x, *_named(spec, *weight), extras)
+
+
+def by_xla(spec: WeightOnlySpec, x: jax.Array, *operands: jax.Array) -> list[jax.Array]:
+    """The op as one product with the decoded weight."""
+    weight, extras = operands[: spec.weights], operands[spec.weights :]
+    return portable.decoded_matmul(spec, x, *_named(spec, *weight), extras)
 
 
 @functools.cache
@@ -191,6 +198,7 @@ def weight_only_op(spec: WeightOnlySpec, implementation: Implementation) -> wiri
         rule=_rule(spec),
         outputs=outputs,
         reference=functools.partial(by_reference, spec),
+        portable=functools.partial(by_xla, spec),
         native={"cpu": run_native, "cuda": functools.partial(by_cuda, spec, implementation)},
         when_reduced=when_reduced,
         out_spec=spec.epilogue.out_spec,

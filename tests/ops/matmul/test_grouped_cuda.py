@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxlowprec.arrays.hadamard import Hadamard
-from jaxlowprec.ops.grouped_matmul import cuda, quantize_op
+from jaxlowprec.ops.grouped_matmul import chunks, quantize_op
 from jaxlowprec.ops.grouped_matmul.op import GroupedMatmulSpec
 from jaxlowprec.ops.grouped_matmul.plain import plain_rows, plain_wgrad, rows_by_chunks, wgrad_by_chunks
 from jaxlowprec.ops.grouped_matmul.quantize_op import GroupedQuantizeSpec, grouped_quantize_op, over_batches
@@ -73,7 +73,7 @@ def tiled_quantize(spec):
 
 def on_cuda(function, *static):
     """A function of `cuda`, compiled once for the sizes of chunks that it takes."""
-    return _compiled(function, cuda.chunk_rows, *static)
+    return _compiled(function, chunks.chunk_rows, *static)
 
 
 @functools.cache
@@ -180,7 +180,7 @@ class TestProducts:
         spec = GroupedMatmulSpec(row.format, w.format, True, True, True, jnp.dtype("float32"))
         amaxes = [row.amax, w.amax] if spec.two_level else []
         arrays = row.data, row.sizes, row.scale, w.data, w.scale, *amaxes, bias
-        return np.asarray(on_cuda(cuda.matmul, spec, None)(*arrays))
+        return np.asarray(on_cuda(chunks.matmul, spec, None)(*arrays))
 
     @pytest.mark.slow
     @by_case_and("pair", PAIRS)
@@ -199,12 +199,12 @@ class TestProducts:
         spec = GroupedMatmulSpec(fmt, other, False, False, False, jnp.dtype("float32"))
         amaxes = [a.amax, b.amax] if spec.two_level else []
         arrays = a.data, a.sizes, a.scale, b.data, b.scale, *amaxes
-        y = np.asarray(on_cuda(cuda.wgrad, spec, None, a.rows)(*arrays))
+        y = np.asarray(on_cuda(chunks.wgrad, spec, None, a.rows)(*arrays))
         np.testing.assert_allclose(y, multiply_within_groups(a, b, jnp.float32), rtol=1e-5, atol=1e-4)
         assert not y[np.asarray(a.sizes) <= 0].any()
         before = random_array(y.shape, "float32", 6)
         added = dataclasses.replace(spec, accumulate=True)
-        total = on_cuda(cuda.wgrad, added, None, a.rows)(*arrays, before)
+        total = on_cuda(chunks.wgrad, added, None, a.rows)(*arrays, before)
         np.testing.assert_allclose(total, before + y, rtol=1e-5, atol=1e-4)
 
     @pytest.mark.parametrize("fmt", [jlp.NVFP4(), jlp.MXFP8(), jlp.Float8Tensor()], ids=format_name)
@@ -228,7 +228,7 @@ class TestProducts:
         spec = GroupedWeightOnlySpec(fmt, True, True, True, jnp.dtype("float32"))
         leaves = [leaf for leaf in (w.data, w.scale, w.amax, w.zero_point) if leaf is not None]
         x = np.asarray(x).astype(jnp.dtype(dtype))
-        y = on_cuda(cuda.weight_only, spec, None)(x, sizes, *leaves, bias)
+        y = on_cuda(chunks.weight_only, spec, None)(x, sizes, *leaves, bias)
         expected = grouped_weight_only(x, w, sizes, bias, jnp.float32)
         np.testing.assert_allclose(y, expected, rtol=1e-5, atol=1e-4)
 
@@ -283,5 +283,5 @@ class TestHighPrecision:
 
 @pytest.mark.parametrize("rows, experts, chunk", [(600, 6, 128), (8192, 16, 512), (8200, 16, 1024), (10**6, 2, 1024)])
 def test_chunks_are_as_large_as_the_average_group(rows, experts, chunk):
-    assert cuda.chunk_rows(rows, experts) == chunk
-    assert cuda.chunk_rows(64, 128, 16) == 16
+    assert chunks.chunk_rows(rows, experts) == chunk
+    assert chunks.chunk_rows(64, 128, 16) == 16

@@ -1,11 +1,11 @@
-"""Products of rows in groups on NVIDIA GPUs: each chunk of a group's rows is multiplied as a separate matrix.
+"""Products of rows in groups by dense GEMMs: each chunk of a group's rows is multiplied as a separate matrix.
 
     for each chunk:    y[rows of it] = its rows by its group's weight        the dense GEMM's kernels
                        dw[its group] += its rows transposed by its rows      accumulated in float32
 
 Group sizes stay on the device: the number of chunks depends only on the shapes, and some chunks have no rows. Work and
-memory are those of the rows and of at most one more chunk per group. Numbers are those of a dense GEMM on the GPU
-(numerics.md 9), not the CPU's bytes. There are no batch axes.
+memory are those of the rows and of at most one more chunk per group. Numbers are those of the platform's dense GEMM
+(numerics.md 9), on GPUs not the CPU's bytes. There are no batch axes.
 """
 
 from __future__ import annotations
