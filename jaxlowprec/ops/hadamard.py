@@ -148,8 +148,16 @@ def hadamard_op(hadamard: Hadamard, vertical: bool, inverse: bool, implementatio
 
 
 def _butterfly(v: jax.Array) -> jax.Array:
-    """v H along the last axis: pairs (a, b) -> (a + b, a - b) at strides 1, 2, 4, ..."""
-    n, stride = v.shape[-1], 1
+    """v H along the last axis, of 16 numbers or more: pairs (a, b) -> (a + b, a - b) at strides 1, 2, 4, ...
+
+    Strides below 16 take 16 slices: as dimensions of 1, 2 and 4 they would leave vector units idle.
+    """
+    n = v.shape[-1]
+    parts = v.reshape(*v.shape[:-1], n // 16, 16)
+    each = [parts[..., i] for i in range(16)]
+    for stride in (1, 2, 4, 8):
+        each = [each[i ^ stride] - each[i] if i & stride else each[i] + each[i ^ stride] for i in range(16)]
+    v, stride = jnp.stack(each, axis=-1).reshape(v.shape), 16
     while stride < n:
         pairs = v.reshape(*v.shape[:-1], n // (2 * stride), 2, stride)
         a, b = pairs[..., 0, :], pairs[..., 1, :]

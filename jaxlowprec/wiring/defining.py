@@ -34,6 +34,8 @@ UNPARTITIONED = ("tpu",)
 """Platforms whose compiler calls no partitioning rules (https://github.com/jax-ml/jax/issues/38196)."""
 AddUp = Callable[[jax.Array], jax.Array]
 """Adds up partial results of devices, see `define`'s `when_reduced`."""
+
+
 class Partials(NamedTuple):
     """The mesh axes over which partial results are added up.
 
@@ -312,6 +314,7 @@ def define(
     @functools.cache
     def op_of(*dtypes: Any) -> Op:
         """The op on arrays of these dtypes; its 8-bit floats travel as bytes."""
+
         def whole(*args: jax.Array) -> tuple[jax.Array, ...]:
             call = jax.make_jaxpr(functools.partial(split, dtypes))(*args)
             return tuple(_whole_p.bind(*args, call=call, unpartitioned=functools.partial(unpartitioned, dtypes=dtypes)))

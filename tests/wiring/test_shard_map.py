@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from jaxlowprec.wiring import defining as wiring
+from jaxlowprec.wiring import placement
 from jaxlowprec.wiring.defining import ShardingRule
 from tests.sharding.meshes import by_axis_type, mesh_of, name_of, place, unless_refused
 from tests.wiring.small_ops import RULE, assert_right, block_sums, operands, piece_of
@@ -128,13 +128,13 @@ class TestPieces:
     @pytest.mark.parametrize("axes", [(2, 4), (2, 2, 2), (8,)], ids=str)
     def test_the_printed_form_says_which_device_holds_which_tile(self, monkeypatch, axes):
         """Outside of shard_map the same kind of sharding has a public answer to compare with."""
-        seen, original = [], wiring._spec_on
+        seen, original = [], placement._spec_on
 
         def recording(mesh, sharding, shape):
             seen.append((mesh, sharding, shape))
             return original(mesh, sharding, shape)
 
-        monkeypatch.setattr(wiring, "_spec_on", recording)
+        monkeypatch.setattr(placement, "_spec_on", recording)
         names = "abc"[: len(axes)]
         mesh = mesh_of(axes, devices=[jax.devices()[i] for i in (3, 1, 0, 2, 7, 4, 6, 5)])
         args = operands((16, 64))

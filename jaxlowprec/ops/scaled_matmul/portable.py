@@ -1,4 +1,4 @@
-"""The block-scaled GEMM as one product of XLA's, for platforms without kernels (numerics.md 9.4).
+"""The block-scaled GEMM as one product of XLA's, for platforms without kernels (numerics.md 9.3).
 
     NVFP4, MXFP4, MXFP8, scales that are powers of two     decoded to bfloat16, which is exact
     Float8Tensor                                           FP8 codes as they are, where XLA multiplies FP8; else bfloat16

@@ -209,7 +209,7 @@ class TestProducts:
 
     @pytest.mark.parametrize("fmt", [jlp.NVFP4(), jlp.MXFP8(), jlp.Float8Tensor()], ids=format_name)
     def test_chunks_of_more_rows_than_most_groups(self, fmt, monkeypatch):
-        monkeypatch.setattr(cuda, "chunk_rows", lambda *_: 256)
+        monkeypatch.setattr(chunks, "chunk_rows", lambda *_: 256)
         self.test_rows_by_weights("tiles", (fmt, fmt))
         self.test_wgrad("tiles", fmt)
 
