@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # A wheel is for any Python and any machine: check_wheel.sh WHEEL [--without-gpu-kernels]
-# It has the stable ABI, or is for CPython 3.11, which that ABI does not reach back to; it has GPU kernels (unless it may be without), needs no library of CUDA's to be imported, and shows none of
-# its own copy's symbols.
+# It has the stable ABI, or is for CPython 3.11, which that ABI does not reach back to. It has GPU kernels, unless it may
+# be without them, needs none of CUDA's libraries to be imported, and exports no symbol of the copy that it has.
 set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT

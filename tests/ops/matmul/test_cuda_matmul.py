@@ -4,6 +4,7 @@ Padding, the tensors' scales, accumulation, the epilogue and slicing give what t
 """
 
 import functools
+import re
 from unittest import mock
 
 import jax
@@ -18,6 +19,7 @@ from jaxlowprec.wiring import native
 from tests.against_oracle import product
 from tests.eager import jlp
 from tests.helpers import random_array
+from tests.package.test_readme import ROOT
 
 FORMATS = {
     ("two_level", "e2m1"): lambda block: jlp.NVFP4(block),
@@ -104,3 +106,9 @@ def test_around_the_reference_the_result_is_the_oracles(names, formats, sizes, c
         multiply = jax.jit(functools.partial(cuda.matmul, spec))
         (y,) = multiply(a.data, a.scale, b.data, b.scale, *amaxes, *extras.values())
     np.testing.assert_allclose(y, expected, rtol=1e-5, atol=1e-4)
+
+
+def test_rows_are_padded_as_the_plan_expects():
+    header = (ROOT / "xla_ffi/cuda/matmul/matmul_plan.h").read_text()
+    rows, least = re.search(r"kScaledRows = (\d+), kLeastScaledRows = (\d+);", header).groups()
+    assert (int(rows), int(least)) == (cuda._SCALED_ROWS, cuda._LEAST_SCALED_ROWS)
