@@ -2,30 +2,28 @@
 
     python examples/rl_loop.py --iterations 120 --out runs/rl
     python examples/rl_loop.py --policy qwen3_moe --cache int8 --importance truncated --out runs/qwen
-    python examples/rl_loop.py --engine ray --rollouts 2 --out runs/rl    # actors of Ray, restarted if they die
 
 A small policy with experts learns to sort digits only from its reward (GRPO), under INT4 quantisation-aware training.
 In each iteration the trainer sends 4-bit weights to the rollout, which writes answers with them. The trainer replays
 the rollout's routing, and ends with an error unless the rollout's log-probabilities equal its own, bit for bit.
 With --policy qwen3_moe the rollout keeps keys and values in a cache, which changes log-probabilities a little: the
-difference is measured, and importance weights correct for it.
+difference is measured, and importance weights correct for it. rl_ray.py is the same run on Ray.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import os
 import pathlib
-import re
 import signal
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import numpy as np
 from rl import rollout
-from rl.engine import ClusterMissing, Rollout, RolloutLost, Stale, TrainerLost
+from rl.engine import Rollout, RolloutLost, Stale
 from rl.grpo import Settings
 from rl.learning import Disagreement
 from rl.policies import POLICIES
@@ -36,12 +34,15 @@ from rl.training import Plan, Training
 
 from jaxlowprec.decoder import CACHES
 
+NAME = pathlib.Path(sys.argv[0]).stem
+Train = Callable[[Plan, argparse.Namespace], list[dict[str, Any]]]
 
-def arguments() -> argparse.Namespace:
-    """Parses and checks the command line."""
+
+def options_of_a_run(description: str | None = __doc__) -> argparse.ArgumentParser:
+    """Returns the options of a run."""
     formatter = argparse.RawDescriptionHelpFormatter
     # Abbreviations are refused: --rollout alone is what the rollout process is started with.
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter, allow_abbrev=False)
+    parser = argparse.ArgumentParser(description=description, formatter_class=formatter, allow_abbrev=False)
     parser.add_argument("--iterations", type=int, default=120)
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("runs/rl"))
     parser.add_argument("--seed", type=int, default=0, help="seed of initial parameters, prompts and answers")
@@ -64,18 +65,18 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--damage-version", type=int, help="let the rollout change one 4-bit code of this version, to see it caught"
     )
-    parser.add_argument("--engine", choices=["process", "ray"], default="process", help="what runs the rollout")
-    parser.add_argument(
-        "--checkpoint-every", type=int, help="iterations; default: 10 with --engine ray or --resume, otherwise none"
-    )
+    parser.add_argument("--checkpoint-every", type=int, help="iterations; default: 10 with --resume, otherwise none")
     parser.add_argument("--resume", action="store_true", help="continue from the checkpoints in --out")
-    ray = parser.add_argument_group("with --engine ray")
-    ray.add_argument("--rollouts", type=int, default=1, help="workers among which prompts are divided")
-    ray.add_argument("--ray-address", metavar="HOST:PORT", help="of a cluster; default: one is started for this run")
+    return parser
+
+
+def arguments(parser: argparse.ArgumentParser | None = None) -> argparse.Namespace:
+    """Parses and checks the command line; by default those of `options_of_a_run`."""
+    parser = parser or options_of_a_run()
     options = parser.parse_args()
-    if options.checkpoint_every is None and (options.engine == "ray" or options.resume):
+    if options.checkpoint_every is None and options.resume:
         options.checkpoint_every = 10
-    for name in ("iterations", "digits", "prompts", "updates", "layers", "rollouts", "checkpoint_every"):
+    for name in ("iterations", "digits", "prompts", "updates", "layers", "checkpoint_every"):
         if getattr(options, name) is not None and getattr(options, name) < 1:
             parser.error(f"--{name.replace('_', '-')} needs 1 or more")
     if options.answers < 2 or options.experts < 2:
@@ -93,17 +94,6 @@ def arguments() -> argparse.Namespace:
         parser.error(f"--damage-version {options.damage_version}: needs 1 to --iterations, {options.iterations}")
     if fault := why_not_a_folder(options.out):
         parser.error(f"--out {options.out}: {fault}; needs a folder that can be written")
-    if options.engine == "process":
-        for name in ("rollouts", "ray_address"):
-            if getattr(options, name) != parser.get_default(name):
-                parser.error(f"--{name.replace('_', '-')}: needs --engine ray")
-        return options
-    if importlib.util.find_spec("ray") is None:
-        parser.error("--engine ray: Ray is not installed; pip install 'jaxlowprec[ray]'")
-    if options.ray_address is not None and not re.fullmatch(r".+:[0-9]{1,5}", options.ray_address):
-        parser.error(f"--ray-address {options.ray_address}: needs HOST:PORT")
-    if options.rollouts > options.prompts:
-        parser.error(f"--rollouts {options.rollouts}: needs at most as many as --prompts, {options.prompts}")
     return options
 
 
@@ -140,7 +130,8 @@ def train(plan: Plan, options: argparse.Namespace) -> list[dict[str, Any]]:
         elif options.resume:
             print(f"no checkpoint in {options.out}: the run begins with iteration 1", flush=True)
     with Rollout(plan.config, options.timeout, options.damage_version) as engine, Progress(plan.iterations) as progress:
-        print(f"rollout: process {engine.process.pid}, listening at {engine.address}", flush=True)
+        here = jax.default_backend()
+        print(f"rollout: process {engine.process.pid}, listening at {engine.address}; on {here}", flush=True)
         for version in range(len(records) + 1, plan.iterations + 1):
             records.append(training.step(engine, version))
             progress.show(records[-1])
@@ -151,32 +142,16 @@ def train(plan: Plan, options: argparse.Namespace) -> list[dict[str, Any]]:
     return records
 
 
-def train_on_ray(plan: Plan, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Trains in actors of Ray. Returns the records of all iterations."""
-    from rl.on_ray import cluster
-
-    # What a process has compiled, the one that replaces it loads.
-    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(options.out.absolute() / "compiled"))
-    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
-    with cluster.joined(options.ray_address, options.rollouts + 1):
-        from rl.on_ray import driver
-
-        return driver.train(plan, options)
-
-
-def run(options: argparse.Namespace) -> None:
+def run(options: argparse.Namespace, train: Train = train) -> None:
     """Trains, and writes the report."""
-    plan = planned(options)
-    on_ray = options.engine == "ray"
-    where = "Ray" if on_ray else jax.default_backend()  # whose threads would be in the way of starting Ray
-    weights = RECIPE.weight_format
-    print(f"jaxlowprec on {where}, jax {jax.__version__}: {weights}, {plan.config}, {plan.settings}", flush=True)
+    plan, weights = planned(options), RECIPE.weight_format
+    print(f"jaxlowprec, jax {jax.__version__}: {weights}, {plan.config}, {plan.settings}", flush=True)
     if options.checkpoint_every:
         try:
             plan.claim(options.out, options.resume)
         except ValueError as error:
-            sys.exit(f"rl_loop: {error}")
-    records = (train_on_ray if on_ray else train)(plan, options)
+            sys.exit(f"{NAME}: {error}")
+    records = train(plan, options)
     write(records, plan.described(), options.out)
     last = records[-10:]
     mismatch = options.out / "mismatch.png"
@@ -189,20 +164,20 @@ def run(options: argparse.Namespace) -> None:
     )
 
 
-def main() -> None:
-    """Runs the trainer, or, in the process that the trainer starts, the rollout."""
-    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # both processes share a GPU, if there is one
-    if sys.argv[1:] == ["--rollout"]:
-        rollout.main()
-        return
-    # Ctrl-C ends this process at once, and the rollout with it. A KeyboardInterrupt would be lost during a garbage
+def main(options: argparse.Namespace, train: Train = train) -> None:
+    """Runs the trainer. An error that the user can do something about is a line, without a traceback."""
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # all processes share a GPU, if there is one
+    # Ctrl-C ends this process at once, and the others with it. A KeyboardInterrupt would be lost during a garbage
     # collection, because its callbacks (JAX has one) may not raise.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
-        run(arguments())
-    except (ClusterMissing, RolloutLost, TrainerLost, Stale, Disagreement) as error:
-        sys.exit(f"rl_loop: {error}")
+        run(options, train)
+    except (RolloutLost, Stale, Disagreement) as error:
+        sys.exit(f"{NAME}: {error}")
 
 
 if __name__ == "__main__":
-    main()
+    if sys.argv[1:] == ["--rollout"]:  # in the process that the trainer starts
+        rollout.main()
+    else:
+        main(arguments())

@@ -1,1 +1,1 @@
-"""A policy, its task, GRPO, and the rollout in a process of its own; used by rl_loop.py."""
+"""A policy, its task, GRPO, and the rollout in a process of its own; used by rl_loop.py and rl_ray.py."""

@@ -20,22 +20,14 @@ from jaxlowprec.weight_sync import PeerLost, TcpTransport, WeightSource, push
 from rl.channel import Channel, Ended
 from rl.policies import AnyPolicy
 from rl.policy import RECIPE, Config
-from rl.served import digests
+from rl.served import differing, digests
 
 SCRIPT = pathlib.Path(__file__).parents[1] / "rl_loop.py"
 PATIENCE = 10.0
 
 
 class RolloutLost(Exception):
-    """The rollout's process has ended, or does not answer in time."""
-
-
-class TrainerLost(Exception):
-    """The trainer's process does not come back in time; only for a trainer that is restarted."""
-
-
-class ClusterMissing(Exception):
-    """No cluster answers at the address that was given."""
+    """A process of the run has ended, or does not answer in time."""
 
 
 class Stale(Exception):
@@ -136,8 +128,7 @@ class Rollout:
         with self._naming_its_end("comparing weights"):
             self._channel.send({"do": "digests"}, timeout=self._timeout)
             theirs = self._channel.receive(timeout=self._timeout)[0]["digests"]
-        ours = digests(jlp.quantize_params(policy, RECIPE))
-        return sorted(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name))
+        return differing(digests(jlp.quantize_params(policy, RECIPE)), theirs)
 
     def close(self) -> None:
         """Ends the process: asks it to end, and kills it if it does not."""

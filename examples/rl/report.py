@@ -34,7 +34,7 @@ class Progress:
         """Shows a finished iteration."""
         figures = line(record)
         self._bar.set_postfix_str(figures, refresh=False)
-        self._bar.update(record["version"] - self._bar.n)  # backwards, if a trainer goes on from its checkpoint
+        self._bar.update(record["version"] - self._bar.n)
         if self._bar.disable:
             print(f"iteration {record['version']}/{self._iterations}: {figures}", flush=True)
 

@@ -28,6 +28,7 @@ DAMAGED = ("blocks.0.qkv.kernel.data", "decoder.layers.0.self_attn.q_proj.kernel
 
 def main() -> None:
     """Runs the process. Its standard input is the channel to the trainer. Ends when the trainer says so, or is gone."""
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # the trainer may use the same GPU
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the trainer, which ends this process
     try:
         channel = Channel(socket.socket(fileno=os.dup(0)), "the trainer")

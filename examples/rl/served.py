@@ -35,3 +35,12 @@ def digests(model: nnx.Module) -> dict[str, str]:
         name: hashlib.sha256(f"{array.dtype.name} {array.shape} ".encode() + array.tobytes()).hexdigest()
         for name, array in WeightSource(model).arrays()
     }
+
+
+def differing(ours: Mapping[str, str], theirs: Mapping[str, str]) -> list[str]:
+    """Returns the names of tensors whose digests differ, or that only one side has.
+
+    >>> differing({"a": "1", "b": "2"}, {"b": "3", "c": "4"})
+    ['a', 'b', 'c']
+    """
+    return sorted(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name))
