@@ -84,16 +84,20 @@ class Run:
     def __init__(self, out, *options):
         path = os.pathsep.join([str(EXAMPLES), python_environment()["PYTHONPATH"]])
         patience = {"RAY_worker_register_timeout_seconds": "600"}  # for workers that start slowly on a busy machine
-        self.said = []
-        self.process = subprocess.Popen(
-            [sys.executable, "-u", str(EXAMPLES / "rl_ray.py"), "--out", str(out), *OPTIONS, *options],
-            env=python_environment(PYTHONPATH=path, **patience),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        self._reader = threading.Thread(target=lambda: self.said.extend(iter(self.process.stdout.readline, "")))
-        self._reader.start()
+        environment = python_environment(PYTHONPATH=path, **patience)
+        command = [sys.executable, "-u", str(EXAMPLES / "rl_ray.py"), "--out", str(out), *OPTIONS, *options]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        for _ in range(9):  # Ray gives itself 30 seconds to start, which a busy machine may not have for it
+            self.said = []
+            self.process = subprocess.Popen(command, env=environment, **pipes)
+            self._reader = threading.Thread(target=self.said.extend, args=(self.process.stdout,))
+            self._reader.start()
+            while self.process.poll() is None and "trainer: process" not in self.text:
+                time.sleep(0.01)
+            if self.process.poll() is not None:
+                self._reader.join(60)
+            if "timed out during startup" not in self.text:
+                break
 
     def __enter__(self):
         return self
