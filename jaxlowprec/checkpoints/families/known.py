@@ -88,7 +88,7 @@ def _foreign(config: Mapping[str, Any], tree: str) -> TreeMapping:
             f"mapping_for: tree={tree!r} with {name}; known are {known}. For others, write a TreeMapping: {_PAGE} "
             "shows how"
         )
-    return other_trainers.with_factors(_FOREIGN[tree, name], config)
+    return other_trainers.completed(_FOREIGN[tree, name], config)
 
 
 def family_of(config: Mapping[str, Any]) -> Family:
@@ -113,7 +113,7 @@ def _completed(rule: Rule, sizes: Mapping[str, int], tied: bool, norm_offset: fl
     """A rule with what a config adds to it."""
     axes = {axis for one in parsed(rule.layout or "->") for group in one.left for axis in group}
     known = tuple((axis, size) for axis, size in sizes.items() if axis in axes and not _joins(rule, axis))
-    rule = dataclasses.replace(rule, sizes=known, padded=("V",) if "V" in dict(known) else ())
+    rule = dataclasses.replace(rule, sizes=(*rule.sizes, *known), padded=("V",) if "V" in dict(known) else ())
     if rule.names == ("lm_head.weight",) and tied:
         rule = dataclasses.replace(rule, tied_to="model.embed_tokens.weight")
     if norm_offset and not rule.offset and rule.paths[0].endswith("scale"):

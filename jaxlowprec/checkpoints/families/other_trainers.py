@@ -2,10 +2,12 @@
 
 * MaxText, scanned (with its default `param_scan_axis` of 1) and not: Llama 3, Qwen2, Qwen3 and Gemma 3. Its Llama holds
   queries divided by sqrt(head_dim), and the two halves of each head of queries and keys in turn. Its Gemma holds
-  embeddings times sqrt(width), and norms as 1 + weight. Source: maxtext/checkpoint_conversion/utils/param_mapping.py.
-* tunix: Llama 3, Qwen2, Qwen3, and Gemma 2 and 3. Source: tunix/models, the files params.py.
-* The gemma package: Gemma 2 and 3, whose leaves of norms hold the file's weight, as those of tunix's Gemma do. Source:
-  gemma/gm/nn/_modules.py and _layers.py; tunix/models/gemma and gemma3.
+  embeddings times sqrt(width), and norms as 1 + weight.
+* tunix: Llama 3, Qwen2, Qwen3, and Gemma 2 and 3.
+* The gemma package: Gemma 2 and 3, whose leaves of norms hold the file's weight, as those of tunix's Gemma do.
+
+tests/checkpoints/families/captured has the trees that these packages make, and docs/reference/checkpoints.md their
+versions.
 """
 
 from __future__ import annotations
@@ -106,7 +108,7 @@ MAXTEXT_QWEN = _both(_QWEN)
 """Qwen2, Qwen3 and Qwen3-MoE."""
 
 MAXTEXT_LLAMA = _both(_LLAMA)
-"""Llama 3, whose queries have a factor of 1 / sqrt(head_dim) that `with_factors` adds."""
+"""Llama 3, whose queries have a factor of 1 / sqrt(head_dim) that `completed` adds."""
 
 _PATTERN = 6
 
@@ -121,50 +123,61 @@ MAXTEXT_GEMMA3 = TreeMapping(
         ),
     )
 )
-"""Gemma 3, which scans six layers at once; `with_factors` adds the embedding's factor and the offset of norms."""
+"""Gemma 3, which scans six layers at once; `completed` adds the embedding's factor and the offset of norms."""
 
 
-def with_factors(mapping: TreeMapping, config: Mapping[str, Any]) -> TreeMapping:
-    """The mapping with the factors and offsets that follow from a config."""
-    if mapping not in (MAXTEXT_LLAMA, MAXTEXT_GEMMA3):
-        return mapping
-    made = []
-    for rule in mapping.rules:
-        path = rule.paths[0]
-        if mapping is MAXTEXT_LLAMA and path.endswith("query.kernel"):
-            rule = dataclasses.replace(rule, factor=float(np.float32(1 / math.sqrt(_head_dim(config)))))
-        if mapping is MAXTEXT_GEMMA3 and path == "token_embedder.embedding":
-            rule = dataclasses.replace(
-                rule, factor=float(ml_dtypes.bfloat16(math.sqrt(_needed(config, "hidden_size"))))
-            )
-        if mapping is MAXTEXT_GEMMA3 and path.endswith("scale"):
-            rule = dataclasses.replace(rule, offset=1.0)
-        made.append(rule)
-    if mapping is MAXTEXT_GEMMA3:
-        made += _remainder(made, config)
-    return TreeMapping(tuple(made))
+def completed(mapping: TreeMapping, config: Mapping[str, Any]) -> TreeMapping:
+    """The mapping with the factors, offsets and layouts that follow from a config."""
+    make = {MAXTEXT_LLAMA: _llama, MAXTEXT_GEMMA3: _gemma3, FLAX_GEMMA: _flax_gemma}.get(mapping)
+    return mapping if make is None else TreeMapping(tuple(make(mapping.rules, config)))
 
 
-def _head_dim(config: Mapping[str, Any]) -> int:
-    return config.get("head_dim") or _needed(config, "hidden_size") // _needed(config, "num_attention_heads")
+def _llama(rules: Rules, config: Mapping[str, Any]) -> Rules:
+    """MaxText's Llama: queries are divided by sqrt(head_dim)."""
+    width = config.get("head_dim")
+    width = width or _needed(config, "hidden_size", "MaxText") // _needed(config, "num_attention_heads", "MaxText")
+    return _changed(rules, "query.kernel", factor=float(np.float32(1 / math.sqrt(width))))
 
 
-def _needed(config: Mapping[str, Any], key: str) -> int:
+def _gemma3(rules: Rules, config: Mapping[str, Any]) -> Rules:
+    """MaxText's Gemma 3: embeddings are multiplied by sqrt(width), norms are 1 + weight, the last layers unscanned."""
+    factor = float(ml_dtypes.bfloat16(math.sqrt(_needed(config, "hidden_size", "MaxText"))))
+    rules = _changed(_changed(rules, "token_embedder.embedding", factor=factor), "scale", offset=1.0)
+    done = _needed(config, "num_hidden_layers", "MaxText") // _PATTERN * _PATTERN
+    return (*rules, *_remainder(rules, done))
+
+
+def _flax_gemma(rules: Rules, config: Mapping[str, Any]) -> Rules:
+    """The gemma package: gate and up are [2, I, D], but [2, D, I] in Gemma 2 2B, which its width tells."""
+    width = _needed(config, "hidden_size", "the gemma package")
+    layout = "+ D I -> I D" if width == _GEMMA2_2B else "+ I D -> I D"
+    return _changed(rules, "gating_einsum", layout=layout, sizes=(("D", width),))
+
+
+def _changed(rules: Rules, end: str, **fields: Any) -> Rules:
+    return tuple(dataclasses.replace(rule, **fields) if rule.paths[0].endswith(end) else rule for rule in rules)
+
+
+def _needed(config: Mapping[str, Any], key: str, trainer: str) -> int:
     value = config.get(key)
     if not isinstance(value, int) or value < 1:
-        raise CheckpointError(f"mapping_for: {key} of the config is {brief(value)}; MaxText's layout follows from it")
+        raise CheckpointError(
+            f"mapping_for: {key} of the config is {brief(value)}; the tree of {trainer} follows from it"
+        )
     return value
 
 
-def _remainder(rules: Iterable[Rule], config: Mapping[str, Any]) -> list[Rule]:
+def _remainder(rules: Iterable[Rule], done: int) -> Rules:
     """The layers after the last whole pattern, which are not scanned."""
-    done = _needed(config, "num_hidden_layers") // _PATTERN * _PATTERN
-    made = []
-    for rule in rules:
-        if rule.paths[0].startswith(_LAYER):
-            path = f"decoder.layers_remainder.layers.{{i}}.{rule.paths[0].removeprefix(_LAYER)}"
-            made.append(dataclasses.replace(rule, path=path, name=rule.names[0].replace("{i}", f"{{i+{done}}}")))
-    return made
+    return tuple(
+        dataclasses.replace(
+            rule,
+            path=f"decoder.layers_remainder.layers.{{i}}.{rule.paths[0].removeprefix(_LAYER)}",
+            name=rule.names[0].replace("{i}", f"{{i+{done}}}"),
+        )
+        for rule in rules
+        if rule.paths[0].startswith(_LAYER)
+    )
 
 
 _QUERY, _KEY, _OUT = "D H d -> (H d) D", "D G d -> (G d) D", "H d D -> D (H d)"
@@ -206,6 +219,7 @@ TUNIX_DECODER = TreeMapping(
 
 
 _FLAX = "layer.{i}."
+_GEMMA2_2B = 2304
 _KEYS_VALUES = tuple(f"{IN_FILE}self_attn.{part}_proj.weight" for part in "kv")
 _ALL = tuple(f"{IN_FILE}self_attn.{part}_proj.weight" for part in "qkv")
 
