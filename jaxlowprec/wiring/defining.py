@@ -1,4 +1,4 @@
-"""Defines ops: what computes them on each platform, how they batch, and how they are split over the devices of a mesh."""
+"""Defines ops: what computes them on each platform, how they batch, and how a mesh splits them."""
 
 from __future__ import annotations
 

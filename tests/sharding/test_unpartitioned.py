@@ -21,7 +21,7 @@ RANDOM = {"rounding": "stochastic", "key": np.array([3, 5], np.uint32)}
 QUANTIZERS = {
     "nvfp4": lambda x: jlp.quantize_both(x, jlp.NVFP4(), hadamard_columnwise=True, **RANDOM, **PORTABLE),
     "nvfp4-tiles": lambda x: jlp.quantize_both(x, jlp.NVFP4((16, 16)), **PORTABLE),
-    "nvfp4-eden": lambda x: jlp.quantize(x, jlp.NVFP4(), rounding="eden", key=RANDOM["key"], **PORTABLE),
+    "nvfp4-eden": lambda x: jlp.quantize(x, jlp.NVFP4(), rounding="eden", key=RANDOM["key"], hadamard=True, **PORTABLE),
     "mxfp8": lambda x: jlp.quantize_both(x, jlp.MXFP8(), **PORTABLE),
     "mxfp4": lambda x: jlp.quantize_both(x, jlp.MXFP4(), **RANDOM, **PORTABLE),
     "float8-block": lambda x: jlp.quantize_both(x, jlp.Float8Block(block=(128, 128)), **PORTABLE),

@@ -1,8 +1,8 @@
 """The block-scaled GEMM as one product of XLA's, for platforms without kernels (numerics.md 9.3).
 
-    NVFP4, MXFP4, MXFP8, scales that are powers of two     decoded to bfloat16, which is exact
-    Float8Tensor                                           FP8 codes as they are, where XLA multiplies FP8; else bfloat16
-    blocks with any float32 scales                         decoded to float32, multiplied at the highest precision
+    NVFP4, MXFP4, MXFP8, powers of two    decoded to bfloat16, which is exact
+    Float8Tensor                          FP8 codes as they are, where XLA multiplies FP8; else bfloat16
+    blocks with any float32 scales        decoded to float32, multiplied at the highest precision
 
 The terms are those of the reference; XLA adds them up in an order of its own.
 """

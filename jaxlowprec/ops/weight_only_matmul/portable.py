@@ -1,4 +1,4 @@
-"""The weight-only GEMM as XLA's product with the decoded weight, for platforms without kernels and for many rows on GPUs."""
+"""The weight-only GEMM as XLA's product with the decoded weight: without kernels, and for many rows on GPUs."""
 
 from __future__ import annotations
 

@@ -280,8 +280,9 @@ def flax_gemma():
 
 def main(trainer):
     package, captured = {"tunix": tunix, "maxtext": maxtext, "flax_gemma": flax_gemma}[trainer]()
-    written = {"package": package, "version": importlib.metadata.version(package), "models": captured}
-    (FOLDER / f"{trainer}.json").write_text(json.dumps(written, indent=1) + "\n")
+    models = ",\n".join(f"{json.dumps(name)}: {json.dumps(model)}" for name, model in captured.items())
+    head = json.dumps({"package": package, "version": importlib.metadata.version(package)})
+    (FOLDER / f"{trainer}.json").write_text(f'{head[:-1]}, "models": {{\n{models}\n}}}}\n')
 
 
 if __name__ == "__main__":
