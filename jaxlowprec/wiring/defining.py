@@ -226,7 +226,8 @@ def define(
 
     def body_elsewhere(platform: str | None) -> Body:
         if elsewhere == "refused":
-            why = f"not for {platform}: {missing[platform]}" if missing and platform else "not for this platform"
+            reason = (missing or {}).get(platform or "")
+            why = f"not for {platform}: {reason}" if reason else "not for this platform"
             return _refusal(f'{name}: implementation="ffi" has kernels for {tuple(platforms)}, {why}')
         if elsewhere == "reference" or platform in by_reference or not (portable or fenced):
             return reference

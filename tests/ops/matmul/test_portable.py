@@ -1,0 +1,190 @@
+"""The lowering of platforms without kernels: one product of XLA's, within the bounds of numerics.md 9.3."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxlowprec as jlp
+from jaxlowprec.ops.grouped_matmul import api, ragged
+from jaxlowprec.ops.grouped_matmul.op import GroupedMatmulSpec
+from jaxlowprec.ops.grouped_matmul.plain import plain_rows
+from jaxlowprec.ops.scaled_matmul import portable
+from tests.helpers import assert_same_bytes, format_name, random_array, run_python
+from tests.products import assert_is_product, decoded
+
+PAIRS = [
+    (jlp.NVFP4(), jlp.NVFP4()),
+    (jlp.NVFP4(), jlp.NVFP4((16, 16))),
+    (jlp.MXFP4(), jlp.MXFP4((32, 32))),
+    (jlp.MXFP8(), jlp.MXFP4()),
+    (jlp.MXFP8("e5m2"), jlp.MXFP8("e4m3", (32, 32))),
+    (jlp.Float8Block(), jlp.Float8Block(block=(128, 128))),
+    (jlp.Float8Block(power_of_two=False), jlp.Float8Block(block=(128, 128), power_of_two=False)),
+    (jlp.Float8Tensor(), jlp.Float8Tensor("e5m2")),
+]
+by_pair = pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: "-by-".join(map(format_name, pair)))
+SIZES = {"even": (33, 256, 48), "ragged": (7, 41, 18)}
+
+
+@functools.cache
+def operands(pair, sizes):
+    m, k, n = SIZES[sizes]
+    return tuple(
+        jlp.quantize(random_array((rows, k), seed=k + rows), fmt) for rows, fmt in zip((m, n), pair, strict=True)
+    )
+
+
+@functools.cache
+def multiply(**options):
+    return jax.jit(functools.partial(jlp.scaled_matmul, implementation="portable", **options))
+
+
+@by_pair
+@pytest.mark.parametrize("sizes", SIZES)
+class TestScaledMatmul:
+    def test_the_sums_are_within_the_bound(self, pair, sizes):
+        a, b = operands(pair, sizes)
+        y = multiply(preferred_element_type=jnp.float32)(a, b)
+        assert_is_product(y, decoded(a), decoded(b).T)
+
+    def test_it_is_one_product_without_a_loop(self, pair, sizes):
+        program = multiply(preferred_element_type=jnp.bfloat16).lower(*operands(pair, sizes)).as_text()
+        assert program.count("stablehlo.dot_general") == 1
+        assert "stablehlo.while" not in program
+
+    def test_decoding_is_exact(self, pair, sizes):
+        for q in operands(pair, sizes):
+            values = portable.decoded(q.data, q.scale, q.format)
+            assert values.dtype == (jnp.bfloat16 if portable.is_exact_in_bfloat16(q.format) else jnp.float32)
+            scale = 1.0 if q.format.scaling == "tensor" else q.amax
+            plain = jlp.dequantize(q, dtype=jnp.float32)
+            factor = q.scale if q.format.scaling == "tensor" else 1.0 if scale is None else scale / 2688
+            np.testing.assert_allclose(values.astype(jnp.float32)[:, : plain.shape[1]] * factor, plain, rtol=2**-22)
+
+
+def test_operands_of_a_tensor_scale_are_multiplied_as_codes():
+    a, b = operands(PAIRS[-1], "even")
+    how = {
+        "codes": ("cuda", None, "f8E4M3FN"),
+        "decoded for more exact sums": ("cuda", "highest", "bf16"),
+        "decoded where XLA has no FP8": ("METAL", None, "bf16"),
+    }
+    for platform, precision, dtype in how.values():
+        traced = multiply(precision=precision).trace(a, b)
+        program = traced.lower(lowering_platforms=(platform,)).as_text()
+        (product,) = [line for line in program.splitlines() if "stablehlo.dot_general" in line]
+        assert dtype in product, (platform, precision)
+
+
+def test_exact_operands_need_one_pass_whatever_is_the_default():
+    a, b = operands(PAIRS[0], "even")
+    with jax.default_matmul_precision("highest"):
+        program = jax.jit(functools.partial(jlp.scaled_matmul, implementation="portable")).lower(a, b).as_text()
+    (product,) = [line for line in program.splitlines() if "stablehlo.dot_general" in line]
+    assert "HIGHEST" not in product
+
+
+def test_an_epilogue_follows_in_the_same_order():
+    a, b = operands(PAIRS[0], "even")
+    bias, before = random_array((48,), "float32", 1), random_array((33, 48), "bfloat16", 2)
+    options = {"bias": bias, "activation": "gelu", "accumulate": before}
+    actual = jlp.scaled_matmul(a, b, **options, implementation="portable")
+    wanted = jlp.scaled_matmul(a, b, **options, implementation="reference")
+    np.testing.assert_allclose(*(np.asarray(y, np.float32) for y in (actual, wanted)), rtol=2**-7, atol=1e-3)
+
+
+@pytest.mark.parametrize("fmt", [jlp.NVFP4(), jlp.MXFP8(), jlp.Int4(32), jlp.Float8Tensor()], ids=format_name)
+def test_a_quantised_weight_is_decoded_for_one_product(fmt):
+    x, w = random_array((33, 256)), jlp.quantize(random_array((48, 256), seed=3), fmt)
+    function = functools.partial(jlp.scaled_matmul, preferred_element_type=jnp.float32, implementation="portable")
+    program = jax.jit(function).lower(x, w).as_text()
+    assert program.count("stablehlo.dot_general") == 1
+    assert "stablehlo.while" not in program
+    assert_is_product(function(x, w), np.asarray(x, np.float64), decoded(w).T)
+
+
+class TestGroups:
+    SIZES = ([5, 0, 37, 1, 82, 0, 15], 140, 160)
+
+    @pytest.fixture(params=[PAIRS[0], PAIRS[2], PAIRS[5], PAIRS[7]], ids=lambda pair: format_name(pair[0]))
+    def groups(self, request):
+        sizes, rows, depth = self.SIZES
+        sizes = jnp.asarray(sizes, jnp.int32)
+        a, _ = api.quantize_groups(
+            random_array((rows, depth)), sizes, request.param[0], rowwise=True, columnwise=False, implementation="ffi"
+        )
+        return a, jlp.quantize(random_array((7, 48, depth), seed=5), request.param[1]), sizes
+
+    def test_chunks_agree_with_the_kernel(self, groups):
+        a, b, _ = groups
+        wanted, actual = (api.multiply_groups(a, b, None, jnp.float32, how) for how in ("ffi", "portable"))
+        np.testing.assert_allclose(actual, wanted, rtol=1e-5, atol=1e-5 * np.abs(wanted).max())
+
+    def test_ragged_dot_agrees_with_the_kernel(self, groups):
+        """The body for TPUs, on a CPU."""
+        a, b, sizes = groups
+        bias = jnp.asarray(random_array((7, 48), "float32", 8))
+        wanted = api.multiply_groups(a, b, bias, jnp.float32, "ffi")
+        spec = GroupedMatmulSpec(a.format, b.format, True, True, True, jnp.dtype("float32"), float32_sums=True)
+        amaxes = [] if a.amax is None else [a.amax, b.amax]
+        actual = ragged.matmul(spec, a.data, sizes, a.scale, b.data, b.scale, *amaxes, bias)
+        np.testing.assert_allclose(actual, wanted, rtol=1e-5, atol=1e-5 * np.abs(wanted).max())
+
+    def test_plain_rows_agree(self):
+        sizes, rows, depth = self.SIZES
+        x, w = random_array((rows, depth)), random_array((7, depth, 48), seed=6)
+        sizes = jnp.asarray(sizes, jnp.int32)
+        actual = ragged.plain_rows(jnp.float32, None, x, sizes, w)
+        np.testing.assert_allclose(actual, plain_rows(x, w, sizes, jnp.float32), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("fmt", [jlp.NVFP4(), jlp.MXFP8(), jlp.Float8Tensor(), jlp.Int4(32)], ids=format_name)
+def test_quantisers_give_the_kernels_bytes_and_are_stored(fmt):
+    x = random_array((64, 256))
+    function = jax.jit(functools.partial(jlp.quantize, fmt=fmt, implementation="portable"))
+    assert_same_bytes(function(x), jlp.quantize(x, fmt))
+    assert "stablehlo.optimization_barrier" in function.lower(x).as_text()
+
+
+def test_a_cpu_without_kernels_keeps_the_references_bytes():
+    """There `implementation=None` is the reference: its 4-bit products have the kernels' bytes."""
+    program = (
+        "import jax, jax.numpy as jnp, jaxlowprec as jlp\n"
+        "q = jlp.quantize(jnp.ones((4, 64)), jlp.NVFP4())\n"
+        "text = jax.jit(jlp.scaled_matmul).trace(q, q)\n"
+        "print('while' in text.lower().as_text(), 'while' in text.lower(lowering_platforms=('tpu',)).as_text())"
+    )
+    assert run_python("-c", program, JAXLOWPREC_DISABLE_NATIVE="1").stdout.strip() == "True False"
+
+
+@pytest.mark.slow
+def test_training_follows_the_kernels():
+    """A model of two layers, NVFP4 with random rotations and stochastic rounding: twenty steps."""
+    losses = {
+        how: np.asarray(run_python("-c", TRAINING, JAXLOWPREC_IMPLEMENTATION=how).stdout.split(), np.float64)
+        for how in ("ffi", "portable")
+    }
+    assert losses["ffi"][-1] < 0.7 * losses["ffi"][0]
+    np.testing.assert_allclose(losses["portable"], losses["ffi"], rtol=2e-3)
+
+
+TRAINING = """
+import jax, jax.numpy as jnp, jaxlowprec as jlp
+recipe = jlp.NVFP4BlockScaling()
+def loss(params, x, y, key):
+    h = jax.nn.relu(jlp.linear(x, params[0], recipe=recipe, key=jax.random.fold_in(key, 0)))
+    out = jlp.linear(h, params[1], recipe=recipe, key=jax.random.fold_in(key, 1))
+    return jnp.mean((out.astype(jnp.float32) - y) ** 2)
+a, b, c, d = jax.random.split(jax.random.key(0), 4)
+params = [jax.random.normal(a, (64, 128)) / 8, jax.random.normal(b, (128, 64)) / 11]
+x = jax.random.normal(c, (256, 64))
+y = jnp.tanh(x @ jax.random.normal(d, (64, 64)) / 8)
+step = jax.jit(jax.value_and_grad(loss))
+for i in range(20):
+    value, grads = step(params, x, y, jax.random.key(i))
+    params = [p - 2.0 * g for p, g in zip(params, grads)]
+    print(float(value))
+"""
