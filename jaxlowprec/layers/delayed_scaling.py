@@ -30,6 +30,7 @@ from jax.custom_batching import custom_vmap
 from jaxlowprec import wiring
 from jaxlowprec.arguments import array, shown, whole_number
 from jaxlowprec.ops.amax import largest_over
+from jaxlowprec.ops.exact import quotient_by_integers
 from jaxlowprec.recipes.transformer_engine import DelayedScaling
 from jaxlowprec.wiring import native
 from jaxlowprec.wiring.defining import varying_axes
@@ -163,8 +164,8 @@ def encode_scale(recipe: DelayedScaling, state: State, tensor: str, maximum: flo
     intact = intact_state(numbers, says=tensor == "input")
     stored = jnp.where((stored > 0) & jnp.isfinite(stored), stored, 1.0)
     known = (amax > 0) & jnp.isfinite(amax)
-    scale = jnp.float32(maximum * 2.0**-recipe.margin) / jnp.where(known, amax, 1.0)
-    return intact * jnp.clip(jnp.where(known, scale, 1.0 / stored), SMALLEST_SCALE, LARGEST_SCALE)
+    scale = quotient_by_integers(maximum * 2.0**-recipe.margin, jnp.where(known, amax, 1.0))
+    return intact * jnp.clip(jnp.where(known, scale, quotient_by_integers(1.0, stored)), SMALLEST_SCALE, LARGEST_SCALE)
 
 
 def updated(recipe: DelayedScaling, state: State, tensor: str, maximum: float, amaxes: jax.Array) -> State:
@@ -173,7 +174,7 @@ def updated(recipe: DelayedScaling, state: State, tensor: str, maximum: float, a
     name = f"{tensor}_amax_history"
     amax = _largest(amaxes, state[name])
     history = jnp.roll(_as_float32(state[name]), -1, axis=-1).at[..., 0].set(amax)
-    scale = 1.0 / encode_scale(recipe, state, tensor, maximum)[..., None]
+    scale = quotient_by_integers(1.0, encode_scale(recipe, state, tensor, maximum))[..., None]
     changed = jnp.isnan(scale)
     new = {name: history, f"{tensor}_scale": scale}
     new = {k: jnp.where(changed, _as_float32(state[k]), v) for k, v in new.items()}

@@ -16,9 +16,10 @@ from jaxlowprec.arrays.formats import Format
 from jaxlowprec.arrays.hadamard import Hadamard
 from jaxlowprec.arrays.quantized_array import QuantizedArray, as_matrices, check_quantized
 from jaxlowprec.ops.checks import Implementation, check_implementation, choose, float_dtype
+from jaxlowprec.ops.exact import e2m1_value
 from jaxlowprec.ops.hadamard import hadamard_transform, rotate_float32
 from jaxlowprec.ops.int4.op import dequantize_int4
-from jaxlowprec.ops.quantize.reference import E2M1_VALUES, E8M0_NAN, NVFP4_MAX
+from jaxlowprec.ops.quantize.reference import E8M0_NAN, NVFP4_MAX
 from jaxlowprec.ops.rounding import flush, from_bits
 
 
@@ -142,9 +143,8 @@ def code_values(data: jax.Array, fmt: Format) -> jax.Array:
     """Codes as float32: packed ones [..., n] -> [..., 2n]."""
     if not fmt.packed:
         return data.astype(jnp.float32)
-    table = jnp.asarray(E2M1_VALUES + tuple(-v for v in E2M1_VALUES), jnp.float32)
     codes = jnp.stack([data & 15, data >> 4], axis=-1).reshape(*data.shape[:-1], 2 * data.shape[-1])
-    return table[codes]
+    return e2m1_value(codes)
 
 
 def scale_values(scale: jax.Array, fmt: Format, rows: int) -> jax.Array:

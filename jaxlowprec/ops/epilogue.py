@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec
 from jaxlowprec.arguments import a_flag, array, one_of
 from jaxlowprec.ops.activations.reference import gelu, gelu_with_derivative
 from jaxlowprec.ops.checks import a_sharding, float_array, float_dtype
-from jaxlowprec.ops.rounding import rounded
+from jaxlowprec.ops.rounding import rounded, widened
 from jaxlowprec.wiring.sharding_rule import spec_of
 
 Activation = Literal["gelu", "dgelu"] | None
@@ -78,9 +78,9 @@ class Epilogue:
         if self.activation == "gelu":
             y = gelu(y)
         elif activation_input is not None:
-            y = rounded(y * gelu_with_derivative(activation_input.astype(jnp.float32))[1])
+            y = rounded(y * gelu_with_derivative(widened(activation_input))[1])
         if accumulate is not None:
-            y = y + accumulate.astype(jnp.float32)
+            y = y + widened(accumulate)
         return [y.astype(self.out_dtype)] + ([before.astype(self.out_dtype)] if self.pre_activation else [])
 
     @property

@@ -17,6 +17,7 @@ from jaxlowprec.ops.dequantize import dequantize
 from jaxlowprec.ops.int4.op import clipped_int4, fake_quantize_int4
 from jaxlowprec.ops.quantize.api import quantize
 from jaxlowprec.ops.quantize.checks import check_holds, check_length, quantizable
+from jaxlowprec.ops.rounding import widened
 
 StraightThrough = Literal["identity", "clipped"]
 
@@ -108,5 +109,5 @@ def _beyond(x: jax.Array, q: QuantizedArray) -> jax.Array:
         scale = jnp.repeat(scale, size, axis=axis) if size > 1 else scale
     scale = scale if q.axis == -1 else jnp.swapaxes(scale, -1, -2)
     limit = middle * scale[tuple(slice(n) for n in x.shape)]
-    magnitude = jnp.abs(x.astype(jnp.float32))
+    magnitude = jnp.abs(widened(x))
     return magnitude >= limit if beyond else magnitude > limit

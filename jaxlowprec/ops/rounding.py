@@ -45,33 +45,18 @@ def narrowed(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
     return x if dtype == jnp.float32 else from_half_bits(half_bits(x, jnp.dtype(dtype)), jnp.dtype(dtype))
 
 
+@jax.custom_jvp
 def widened(x: jax.Array) -> jax.Array:
-    """`x` as float32, through its bits: XLA may drop the rounding of what x is computed from, and a cast back."""
+    """`x` as float32, through its bits: XLA may drop the rounding of what x is computed from, and a cast back. Its
+    derivative is that of the cast."""
     if x.dtype == jnp.float32:
         return x
     return from_half_bits(jax.lax.bitcast_convert_type(x, jnp.uint16).astype(jnp.uint32), x.dtype)
 
 
-def rounded_quotient(a: jax.Array, b: jax.Array | float, dtype: jnp.dtype) -> jax.Array:
-    """`a / b` rounded to bfloat16 or float16, ties to even, as float32; b a positive number of at most 12 bits.
-
-    XLA may divide by multiplying with a reciprocal, which rounds wrongly where the quotient is next to the middle of
-    two numbers. Such a middle times b is exact, so a is compared with that product.
-    """
-    a, sign = jnp.abs(a), jnp.sign(a)
-    b = jnp.broadcast_to(jnp.asarray(b, jnp.float32), a.shape)
-    near = half_bits(a / b, dtype)
-    here, below, above = (from_half_bits(n, dtype) for n in (near, jnp.maximum(near, 1) - 1, near + 1))
-    odd = near % 2 == 1
-    under, over = (here * 0.5 + below * 0.5) * b, (here * 0.5 + above * 0.5) * b
-    up, down = (a > over) | ((a == over) & odd), (a < under) | ((a == under) & odd)
-    finite = jnp.isfinite(here)
-    return sign * jnp.where(up & finite, above, jnp.where(down & finite, below, here))
-
-
-def quotient(a: jax.Array, b: jax.Array) -> jax.Array:
-    """`a / b` rounded once, on a CPU. XLA multiplies by the reciprocal of a divisor that it sees repeated."""
-    return a / jax.lax.optimization_barrier(jnp.broadcast_to(b, a.shape))
+@widened.defjvp
+def _(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
+    return widened(*primals), tangents[0].astype(jnp.float32)
 
 
 def magnitude_bits(x: jax.Array) -> jax.Array:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxlowprec.ops.exact import quotient
 from jaxlowprec.ops.rounding import flush, rounded, widened
 
 
@@ -28,7 +29,7 @@ def gelu(x: jax.Array) -> jax.Array:
     f = jnp.float32
     cubic = rounded((x * x) * f(0.0356774069368839263916015625))
     u = x * (cubic + f(0.797884583473205566406250))
-    return x / (exponential(u * f(-2.0)) + f(1.0))
+    return quotient(x, exponential(u * f(-2.0)) + f(1.0))
 
 
 def gelu_with_derivative(x: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -42,21 +43,21 @@ def gelu_with_derivative(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     square = clamped * clamped
     u = clamped * (rounded(square * f(0.0356774069368839263916015625)) + f(0.797884583473205566406250))
     e = exponential(u * f(-2.0))
-    s = flush(f(1.0) / (e + f(1.0)))
+    s = flush(quotient(1.0, e + f(1.0)))
     slope = rounded(square * f(0.2140644490718841552734375)) + f(1.59576916694641113281250)
     return x * s, s + rounded((clamped * s) * ((e * s) * slope))
 
 
 def silu(x: jax.Array) -> jax.Array:
     """x / (exp(-x) + 1)."""
-    return x / (exponential(-x) + jnp.float32(1.0))
+    return quotient(x, exponential(-x) + jnp.float32(1.0))
 
 
 def silu_with_derivative(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """t = x s, and s + t (1 - s), with s = 1 / (1 + e), e = exp(-x), and so 1 - s = e s; x from -87 on."""
     x = jnp.maximum(x, jnp.float32(-87.0))
     e = exponential(-x)
-    s = jnp.float32(1.0) / (e + jnp.float32(1.0))
+    s = quotient(1.0, e + jnp.float32(1.0))
     t = x * s
     return t, s + rounded(t * (e * s))
 

@@ -13,7 +13,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxlowprec.arrays.formats import SYMMETRIC_ZERO, Format, Int4
-from jaxlowprec.ops.rounding import INFINITY_BITS, flush, magnitude_bits, narrowed, quotient, rounded_quotient
+from jaxlowprec.ops.exact import quotient, rounded_quotient
+from jaxlowprec.ops.rounding import INFINITY_BITS, flush, magnitude_bits, narrowed, widened
 
 LEAST_SCALE = 1e-5
 LARGEST_CODE = 15
@@ -75,7 +76,7 @@ def least_code(fmt: Int4) -> int:
 def quantize_blocks(x: jax.Array, fmt: Int4) -> Blocks:
     """x [..., C], padded with zeros to whole blocks. A block with NaN or infinity has scale NaN and codes of zero."""
     dtype, size = jnp.dtype(fmt.scale_dtype), fmt.group_size
-    x = flush(x.astype(jnp.float32))
+    x = flush(widened(x))
     x = jnp.pad(narrowed(x, dtype), [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % size)])
     blocks = x.reshape(*x.shape[:-1], x.shape[-1] // size, size)
     rule = {"deploy": deploy, "slime": slime, "compressed-tensors": compressed_tensors}[fmt.rule]
@@ -143,12 +144,12 @@ def dequantize(
 def slime(blocks: jax.Array, fmt: Int4) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Columns A (symmetric: the trainer) and B (asymmetric: the kernel, whose range may exclude zero).
 
-    The scale is not rounded, so quotients are exact only where XLA divides exactly: on a CPU. Codes above 15, which the
-    kernel's packing carries into the next nibble, are returned raw.
+    The scale is not rounded, so each element is divided by it. Codes above 15, which the kernel's packing carries into
+    the next nibble, are returned raw.
     """
     if fmt.symmetric:
         amax = jnp.abs(blocks).max(axis=-1)
-        scale = jnp.maximum(quotient(amax, jnp.float32(7)), jnp.float32(1e-5))
+        scale = jnp.maximum(quotient(amax, 7.0), jnp.float32(1e-5))
         zero = jnp.full(scale.shape, SYMMETRIC_ZERO, jnp.int32)
     else:
         low = blocks.min(axis=-1)

@@ -18,6 +18,7 @@ from jaxlowprec.ops.amax import NO_AMAXES
 from jaxlowprec.ops.checks import Implementation, check_implementation, float_array, no_derivative
 from jaxlowprec.ops.norms.op import NormSpec, norm_gradient_op, norm_op
 from jaxlowprec.ops.norms.reference import weights
+from jaxlowprec.ops.rounding import widened
 from jaxlowprec.wiring.sharding_rule import resharded, sharding_of
 
 
@@ -204,7 +205,7 @@ def checked_norm(
         if residual.dtype != x.dtype:
             raise TypeError(f"{who}: residual has dtype {residual.dtype}; needs that of x, {x.dtype}: cast one of them")
     spec = NormSpec(kind, float(epsilon), residual is not None, beta is not None, implementation)
-    return Norm(spec, x, residual, weights(gamma, zero_centered), None if beta is None else beta.astype(jnp.float32))
+    return Norm(spec, x, residual, weights(gamma, zero_centered), None if beta is None else widened(beta))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))

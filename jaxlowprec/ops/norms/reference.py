@@ -5,7 +5,8 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from jaxlowprec.ops.rounding import rounded
+from jaxlowprec.ops.exact import quotient, root
+from jaxlowprec.ops.rounding import rounded, widened
 
 LANES = 256
 """Partial sums of a row."""
@@ -34,14 +35,13 @@ def row_means(x: jax.Array) -> jax.Array:
 
 def weights(gamma: jax.Array, zero_centered: bool) -> jax.Array:
     """The factors of normalised rows, float32: gamma, or 1 + gamma."""
-    gamma = gamma.astype(jnp.float32)
+    gamma = widened(gamma)
     return jnp.float32(1) + gamma if zero_centered else gamma
 
 
 def inverse_root(mean_square: jax.Array, epsilon: float) -> jax.Array:
     """1 / sqrt(mean_square + epsilon), each operation rounded."""
-    root = jnp.sqrt(mean_square + jnp.float32(epsilon))
-    return jnp.float32(1) / jax.lax.optimization_barrier(root)  # without a barrier XLA takes its inexact rsqrt
+    return quotient(1.0, root(mean_square + jnp.float32(epsilon)))
 
 
 def rms_norm(rows: jax.Array, weight: jax.Array, epsilon: float) -> tuple[jax.Array, jax.Array]:

@@ -7,7 +7,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxlowprec.arrays.formats import ELEMENTS, Format
+from jaxlowprec.arrays.formats import Format
+from jaxlowprec.ops.exact import e2m1_value, e4m3_byte, e4m3_value, float8_steps, quotient
 from jaxlowprec.ops.quantize.random_bits import Draws, random_bytes, random_words_of
 from jaxlowprec.ops.rounding import (
     INFINITY_BITS,
@@ -16,8 +17,8 @@ from jaxlowprec.ops.rounding import (
     flush,
     from_bits,
     magnitude_bits,
-    quotient,
     rounded,
+    widened,
 )
 
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -43,10 +44,9 @@ def e2m1_nearest(a: jax.Array) -> jax.Array:
 
 def e2m1_stochastic(a: jax.Array, byte: jax.Array) -> jax.Array:
     """Codes of magnitudes, rounded up where the fraction of a step is at least (255.5 - byte) / 256."""
-    low = sum((a >= value).astype(jnp.uint8) for value in E2M1_VALUES[1:])
-    value = jnp.asarray(E2M1_VALUES, jnp.float32)[low]
+    low = sum(((a >= value).astype(jnp.uint8) for value in E2M1_VALUES[1:]), jnp.uint8(0))
     steps_per_unit = jnp.where(a < 2.0, 2.0, jnp.where(a < 4.0, 1.0, 0.5))
-    return jnp.minimum(low + _goes_up((a - value) * steps_per_unit, byte), 7)
+    return jnp.minimum(low + _goes_up((a - e2m1_value(low)) * steps_per_unit, byte), 7)
 
 
 def _goes_up(fraction: jax.Array, byte: jax.Array) -> jax.Array:
@@ -56,15 +56,13 @@ def _goes_up(fraction: jax.Array, byte: jax.Array) -> jax.Array:
 def float8(a: jax.Array, fmt: Format, byte: jax.Array | None) -> jax.Array:
     """Codes of magnitudes, saturating; NaN if not finite. With a byte for each, rounded as by e2m1_stochastic."""
     capped = jnp.minimum(a, fmt.maximum)
+    base, steps = float8_steps(capped, fmt.numbers)
     if byte is None:
-        code = jax.lax.bitcast_convert_type(capped.astype(fmt.data_dtype), jnp.uint8)
+        code = base + jnp.rint(steps).astype(jnp.uint32)
     else:
-        mantissa, least_exponent = fmt.numbers.mantissa_bits, 128 - fmt.numbers.exponent_bias
-        exponent = jnp.maximum(magnitude_bits(capped) >> 23, least_exponent)  # subnormals have the same step
-        steps = capped * from_bits((254 + mantissa - exponent) << 23)  # exact: a power of two
         low = jnp.floor(steps)
         up = _goes_up(steps - low, byte) & (capped < fmt.maximum)
-        code = ((exponent - least_exponent) << mantissa) + low.astype(jnp.uint32) + up
+        code = base + low.astype(jnp.uint32) + up
     return jnp.where(jnp.isfinite(a), code, FLOAT8_NAN).astype(jnp.uint8)
 
 
@@ -77,14 +75,13 @@ def two_level(bits: jax.Array, tensor: jax.Array, largest: float = NVFP4_MAX) ->
     encode = tensor_encode(g, largest)
     multiplier = encode * jnp.float32(1 / 6)
     bad = poisoned(bits, g)
-    scale = e4m3_scale(jnp.minimum(from_bits(bits) * multiplier, MAX_FINITE))
-    scale = jnp.where(bad, jnp.nan, scale.astype(jnp.float32))
-    return scale.astype(jnp.float8_e4m3fn), block_encode(scale, encode), bad
+    scale = e4m3_byte(from_bits(bits) * multiplier)
+    return stored_e4m3(scale, bad), block_encode(e4m3_value(scale), encode), bad
 
 
 def tensor_encode(g: jax.Array, largest: float) -> jax.Array:
     """S_enc of NVFP4: the factor that makes the amax `largest`."""
-    return jnp.where(g == 0, 1.0, jnp.minimum(largest / g, LARGEST_ENCODE))
+    return jnp.where(g == 0, 1.0, jnp.minimum(quotient(largest, g), LARGEST_ENCODE))
 
 
 def poisoned(bits: jax.Array, g: jax.Array) -> jax.Array:
@@ -92,14 +89,14 @@ def poisoned(bits: jax.Array, g: jax.Array) -> jax.Array:
     return (bits >= INFINITY_BITS) | (magnitude_bits(g) >= INFINITY_BITS) | (g < 0)
 
 
-def e4m3_scale(wanted: jax.Array) -> jax.Array:
-    """The E4M3 number nearest to a wanted scale, saturating."""
-    return jnp.minimum(wanted, ELEMENTS["e4m3"].maximum).astype(jnp.float8_e4m3fn)
+def stored_e4m3(byte: jax.Array, bad: jax.Array) -> jax.Array:
+    """Scales from their bytes; NaN where they are poisoned."""
+    return jax.lax.bitcast_convert_type(jnp.where(bad, FLOAT8_NAN, byte).astype(jnp.uint8), jnp.float8_e4m3fn)
 
 
 def block_encode(scale: jax.Array, encode: jax.Array) -> jax.Array:
     """The factor of the elements of a block with a float32 scale."""
-    return jnp.minimum(1.0 / flush(scale * (1.0 / encode)), MAX_FINITE)
+    return jnp.minimum(quotient(1.0, flush(scale * quotient(1.0, encode))), MAX_FINITE)
 
 
 def e8m0(bits: jax.Array, fmt: Format) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -120,7 +117,7 @@ def e8m0(bits: jax.Array, fmt: Format) -> tuple[jax.Array, jax.Array, jax.Array]
 def float32_scale(amax: jax.Array, fmt: Format) -> jax.Array:
     """The factor that makes `amax` the largest element (numerics.md 5)."""
     a = jnp.maximum(flush(amax), jnp.float32(fmt.amax_epsilon))
-    encode = jnp.where(a == 0, 1.0, jnp.minimum(fmt.maximum / a, LARGEST_ENCODE))
+    encode = jnp.where(a == 0, 1.0, jnp.minimum(quotient(fmt.maximum, a), LARGEST_ENCODE))
     if fmt.power_of_two:
         encode = from_bits(magnitude_bits(encode) & INFINITY_BITS)
     return encode
@@ -130,7 +127,7 @@ def float32(bits: jax.Array, fmt: Format) -> tuple[jax.Array, jax.Array, jax.Arr
     """FP8 blockwise: a float32 per block."""
     bad = bits >= INFINITY_BITS
     encode = float32_scale(from_bits(jnp.where(bad, 0, bits)), fmt)
-    return jnp.where(bad, jnp.nan, 1.0 / encode), encode, bad
+    return jnp.where(bad, jnp.nan, quotient(1.0, encode)), encode, bad
 
 
 def tensor_scale(tensor: jax.Array, fmt: Format, given: bool) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -138,7 +135,7 @@ def tensor_scale(tensor: jax.Array, fmt: Format, given: bool) -> tuple[jax.Array
     bits, value = magnitude_bits(tensor), flush(tensor)
     bad = (bits >= INFINITY_BITS) | (value <= 0 if given else value < 0)
     encode = value if given else float32_scale(from_bits(jnp.where(bad, 0, bits)), fmt)
-    return jnp.where(bad, jnp.nan, flush(1.0 / encode)), encode[..., None, None], bad[..., None, None]
+    return jnp.where(bad, jnp.nan, quotient(1.0, encode)), encode[..., None, None], bad[..., None, None]
 
 
 # --- the best of several scales (numerics.md 13)
@@ -167,18 +164,17 @@ def best_of_scales(
         scale, error = jnp.where(better, other[0], scale), jnp.where(better, other[2], error)
         codes = jnp.where(better[..., None, :, None], other[1], codes)
     bad = poisoned(bits, g)
-    return jnp.where(bad, jnp.nan, scale).astype(jnp.float8_e4m3fn), codes, bad
+    return stored_e4m3(e4m3_byte(scale), bad), codes, bad
 
 
 def candidate_scales(bits: jax.Array, encode: jax.Array, fmt: Format) -> list[jax.Array]:
     """The scales that a rule tries, in order, as float32."""
-    base = flush(flush(quotient(from_bits(bits), jnp.float32(6))) * encode)
-    six, four = e4m3_scale(base), e4m3_scale(base * 1.5)
+    base = flush(quotient(from_bits(bits), 6.0) * encode)
+    six, four = e4m3_byte(base), e4m3_byte(base * 1.5)
     found = [six, four]
     if fmt.scale_rule == "search":
-        byte = jax.lax.bitcast_convert_type(six, jnp.uint8)
-        found.append(jax.lax.bitcast_convert_type(byte - (byte >= 2).astype(jnp.uint8), jnp.float8_e4m3fn))
-    return [scale.astype(jnp.float32) for scale in found]
+        found.append(six - (six >= 2))
+    return [e4m3_value(byte) for byte in found]
 
 
 def element_errors(
@@ -186,11 +182,11 @@ def element_errors(
 ) -> jax.Array:
     """The errors of elements that became codes, in the rule's units. `tensor`: its amax g and S_enc."""
     g, encode = (number[..., None, :, None] for number in tensor)
-    relative = jnp.asarray(E2M1_VALUES, jnp.float32)[codes] * scale[..., None, :, None]  # exact
+    relative = e2m1_value(codes) * scale[..., None, :, None]  # exact
     if fmt.scale_rule == "search":
         difference = relative - rounded(flush(magnitude * encode))
     else:
-        difference = flush(quotient(flush(relative * g), jnp.float32(NVFP4_MAX_WITH_ROOM))) - magnitude
+        difference = flush(quotient(flush(relative * g), NVFP4_MAX_WITH_ROOM)) - magnitude
     difference = flush(difference)
     return jnp.abs(difference) if fmt.scale_rule == "four_over_six" else rounded(flush(difference * difference))
 
@@ -240,7 +236,7 @@ def quantize_rows(
     `transposed`: x is the transposed array, which matters for the order of sums only.
     """
     count, columns = x.shape[-2:]
-    blocks = blocks_of(x.astype(jnp.float32), fmt)
+    blocks = blocks_of(widened(x), fmt)
     canonical = jnp.where(magnitude_bits(blocks) < MIN_NORMAL_BITS, 0.0, blocks)  # zeros of either sign are +0
     code = None
     if tensor is not None and fmt.scaling == "tensor":
@@ -274,13 +270,13 @@ def with_random_scales(scale: jax.Array, magnitude: jax.Array, code: jax.Array, 
     """E4M3 scales [..., R, C/16] of elements [..., R, 1, C/16, 16] that became codes, rounded stochastically after the
     correction of numerics.md 14. Those that are NaN stay NaN."""
     encode = tensor_encode(flush(tensor)[..., None, None], NVFP4_MAX_WITH_ROOM)
-    value = scale.astype(jnp.float32)
-    bad = jnp.isnan(value)
-    value = jnp.where(bad, 0.0, value)
+    byte = jax.lax.bitcast_convert_type(scale, jnp.uint8)
+    bad = byte == FLOAT8_NAN
+    value = e4m3_value(jnp.where(bad, 0, byte))
     scaled = flush(magnitude * block_encode(value, encode)[..., None, :, None])[..., 0, :, :]
-    numbers = jnp.asarray(E2M1_VALUES, jnp.float32)[code][..., 0, :, :]
+    numbers = e2m1_value(code)[..., 0, :, :]
     stored = corrected_scales(value, scaled, numbers, random_bits(draws))
-    return jax.lax.bitcast_convert_type(jnp.where(bad, FLOAT8_NAN, stored).astype(jnp.uint8), scale.dtype)
+    return stored_e4m3(stored, bad)
 
 
 def magnitude_codes(

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxlowprec.arrays.formats import Format
 from jaxlowprec.ops.dequantize import dequantize_rows
 from jaxlowprec.ops.quantize.reference import blocks_of
-from jaxlowprec.ops.rounding import from_bits
+from jaxlowprec.ops.rounding import from_bits, widened
 
 SUMS = (
     "elements",
@@ -49,7 +49,7 @@ def inverse_power(amax: jax.Array) -> jax.Array:
 
 def moments(x: jax.Array) -> jax.Array:
     """x [..., R, C] -> [..., 2]: the largest finite magnitude, and the root mean square; the others count as zeros."""
-    magnitude = jnp.abs(_without_subnormals(jnp.where(jnp.isfinite(x), x, 0).astype(jnp.float32)))
+    magnitude = jnp.abs(_without_subnormals(widened(jnp.where(jnp.isfinite(x), x, 0))))
     largest = magnitude.max(axis=(-2, -1), initial=0)
     unit = inverse_power(largest)
     scaled = magnitude * unit[..., None, None]
@@ -58,7 +58,7 @@ def moments(x: jax.Array) -> jax.Array:
 
 def outliers(x: jax.Array, threshold: jax.Array) -> jax.Array:
     """How many finite elements of each column exceed the threshold: x [..., R, C], [...] -> int32 [..., C]."""
-    magnitude = jnp.abs(x.astype(jnp.float32))
+    magnitude = jnp.abs(widened(x))
     beyond = jnp.isfinite(magnitude) & (magnitude > threshold[..., None, None])
     return beyond.sum(axis=-2, dtype=jnp.int32)
 
@@ -92,7 +92,7 @@ def sums_of_rows(
     fmt: Format,
 ) -> jax.Array:
     """`sums` given `decoded`: the rows decoded, the largest and the smallest number of each element's block."""
-    rows = _without_subnormals(x.astype(jnp.float32))
+    rows = _without_subnormals(widened(x))
     values, highest, lowest = decoded
     finite, decodes = jnp.isfinite(rows), jnp.isfinite(values)
     known, unit = finite & decodes, unit[..., None, None]
