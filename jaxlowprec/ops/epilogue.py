@@ -70,15 +70,15 @@ class Epilogue:
         return bias, accumulate, activation_input
 
     def finish(self, y: jax.Array, extras: Sequence[jax.Array]) -> list[jax.Array]:
-        """float32 [..., M, N] -> the results."""
+        """float32 [..., M, N] -> the results. The platform divides: only CPUs' sums have bytes, and CPUs are exact."""
         bias, accumulate, activation_input = self.split(extras)
         if bias is not None:
             y = y + bias[..., None, :]
         before = y
         if self.activation == "gelu":
-            y = gelu(y)
+            y = gelu(y, divide=jnp.divide)
         elif activation_input is not None:
-            y = rounded(y * gelu_with_derivative(widened(activation_input))[1])
+            y = rounded(y * gelu_with_derivative(widened(activation_input), divide=jnp.divide)[1])
         if accumulate is not None:
             y = y + widened(accumulate)
         return [y.astype(self.out_dtype)] + ([before.astype(self.out_dtype)] if self.pre_activation else [])

@@ -16,8 +16,6 @@ from jaxlowprec.ops.norms import reference as norms
 from jaxlowprec.ops.quantize import reference as quantize
 from tests.helpers import CHOSEN_SCALES, ONE_OF_EACH, assert_same_numbers, format_name, random_array
 
-pytestmark = pytest.mark.sampled(5)
-
 REFERENCE = {"implementation": "reference"}
 INT4S = (jlp.Int4(), jlp.Int4(symmetric=False), jlp.Int4(rule="slime"), jlp.Int4(rule="compressed-tensors"))
 FORMATS = (*ONE_OF_EACH, jlp.MXFP8(scale_rule="up"), *CHOSEN_SCALES)
@@ -137,6 +135,7 @@ def hostile_rows(dtype):
     return jnp.asarray(x, dtype)
 
 
+@pytest.mark.sampled(5)
 class TestByIntegers:
     @pytest.mark.parametrize("fmt", FORMATS, ids=format_name)
     @pytest.mark.parametrize("amax", [0.0, 3.0, 2.0**-120, 3e38, jnp.inf])

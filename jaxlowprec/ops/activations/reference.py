@@ -24,15 +24,15 @@ def exponential(z: jax.Array) -> jax.Array:
     return jnp.where(z < -87, 0.0, jnp.where(z > 88, jnp.inf, p * power))
 
 
-def gelu(x: jax.Array) -> jax.Array:
+def gelu(x: jax.Array, divide: Callable[..., jax.Array] = quotient) -> jax.Array:
     """tanh-GELU as x / (1 + exp(-2u)), u = sqrt(2/pi) (x + 0.044715 x^3)."""
     f = jnp.float32
     cubic = rounded((x * x) * f(0.0356774069368839263916015625))
     u = x * (cubic + f(0.797884583473205566406250))
-    return quotient(x, exponential(u * f(-2.0)) + f(1.0))
+    return divide(x, exponential(u * f(-2.0)) + f(1.0))
 
 
-def gelu_with_derivative(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+def gelu_with_derivative(x: jax.Array, divide: Callable[..., jax.Array] = quotient) -> tuple[jax.Array, jax.Array]:
     """x s, and s + x s (1 - s) 2u' with s = 1 / (1 + e), e = exp(-2u), and so 1 - s = e s.
 
     Operations come in the order of xla_ffi/numerics/activations.h. At the clamp s is below the normal numbers, so the
@@ -43,7 +43,7 @@ def gelu_with_derivative(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     square = clamped * clamped
     u = clamped * (rounded(square * f(0.0356774069368839263916015625)) + f(0.797884583473205566406250))
     e = exponential(u * f(-2.0))
-    s = flush(quotient(1.0, e + f(1.0)))
+    s = flush(divide(f(1.0), e + f(1.0)))
     slope = rounded(square * f(0.2140644490718841552734375)) + f(1.59576916694641113281250)
     return x * s, s + rounded((clamped * s) * ((e * s) * slope))
 
