@@ -139,11 +139,11 @@ def root_by_integers(x: jax.Array) -> jax.Array:
     return jnp.where((bits > SIGN) & (stored > 0), jnp.nan, found)
 
 
-def float8_steps(a: jax.Array, numbers: Element) -> tuple[jax.Array, jax.Array]:
-    """Magnitudes up to the largest of an 8-bit float, as steps of their binade: the codes are base + rounded steps.
+def steps_of(a: jax.Array, numbers: Element) -> tuple[jax.Array, jax.Array]:
+    """Magnitudes up to the largest of a 4- or 8-bit float, in steps of their binade.
 
     Returns:
-        base: uint32.
+        base: uint32; the codes are base + rounded steps.
         steps: float32, exact. Subnormal numbers have the steps of the least binade.
     """
     mantissa, least = numbers.mantissa_bits, 128 - numbers.exponent_bias
@@ -154,7 +154,7 @@ def float8_steps(a: jax.Array, numbers: Element) -> tuple[jax.Array, jax.Array]:
 def e4m3_byte(x: jax.Array) -> jax.Array:
     """E4M3_rne_sat of magnitudes: uint32, 0 to 0x7E; undefined for NaN."""
     numbers = ELEMENTS["e4m3"]
-    base, steps = float8_steps(jnp.minimum(x, numbers.maximum), numbers)
+    base, steps = steps_of(jnp.minimum(x, numbers.maximum), numbers)
     return base + jnp.rint(steps).astype(jnp.uint32)
 
 

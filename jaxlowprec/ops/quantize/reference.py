@@ -7,8 +7,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxlowprec.arrays.formats import Format
-from jaxlowprec.ops.exact import e2m1_value, e4m3_byte, e4m3_value, float8_steps, quotient
+from jaxlowprec.arrays.formats import Element, Format
+from jaxlowprec.ops.exact import e2m1_value, e4m3_byte, e4m3_value, quotient, steps_of
 from jaxlowprec.ops.quantize.random_bits import Draws, random_bytes, random_words_of
 from jaxlowprec.ops.rounding import (
     INFINITY_BITS,
@@ -21,7 +21,6 @@ from jaxlowprec.ops.rounding import (
     widened,
 )
 
-E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 NVFP4_MAX = 2688.0  # 448 * 6: the largest block scale times the largest code
 NVFP4_MAX_WITH_ROOM = 1536.0  # 256 * 6: room above the scale of the largest block for scales that are chosen
 LARGEST_ENCODE = 2.0**126  # keeps its reciprocal normal
@@ -42,28 +41,22 @@ def e2m1_nearest(a: jax.Array) -> jax.Array:
     return sum((step.astype(jnp.uint8) for step in steps), jnp.uint8(0))
 
 
-def e2m1_stochastic(a: jax.Array, byte: jax.Array) -> jax.Array:
-    """Codes of magnitudes, rounded up where the fraction of a step is at least (255.5 - byte) / 256."""
-    low = sum(((a >= value).astype(jnp.uint8) for value in E2M1_VALUES[1:]), jnp.uint8(0))
-    steps_per_unit = jnp.where(a < 2.0, 2.0, jnp.where(a < 4.0, 1.0, 0.5))
-    return jnp.minimum(low + _goes_up((a - e2m1_value(low)) * steps_per_unit, byte), 7)
-
-
-def _goes_up(fraction: jax.Array, byte: jax.Array) -> jax.Array:
-    return (fraction >= (255.5 - byte.astype(jnp.float32)) * (1 / 256)).astype(jnp.uint8)
+def stochastic(a: jax.Array, numbers: Element, byte: jax.Array) -> jax.Array:
+    """Codes of magnitudes, rounded up where the fraction of a step is at least (255.5 - byte) / 256, saturating."""
+    base, steps = steps_of(jnp.minimum(a, numbers.maximum), numbers)
+    low = jnp.floor(steps)
+    up = steps - low >= (255.5 - byte.astype(jnp.float32)) * (1 / 256)
+    return (base + low.astype(jnp.uint32) + up).astype(jnp.uint8)
 
 
 def float8(a: jax.Array, fmt: Format, byte: jax.Array | None) -> jax.Array:
-    """Codes of magnitudes, saturating; NaN if not finite. With a byte for each, rounded as by e2m1_stochastic."""
-    capped = jnp.minimum(a, fmt.maximum)
-    base, steps = float8_steps(capped, fmt.numbers)
+    """Codes of magnitudes, saturating; NaN if not finite. With a byte for each, rounded stochastically."""
     if byte is None:
-        code = base + jnp.rint(steps).astype(jnp.uint32)
+        base, steps = steps_of(jnp.minimum(a, fmt.maximum), fmt.numbers)
+        code = (base + jnp.rint(steps).astype(jnp.uint32)).astype(jnp.uint8)
     else:
-        low = jnp.floor(steps)
-        up = _goes_up(steps - low, byte) & (capped < fmt.maximum)
-        code = base + low.astype(jnp.uint32) + up
-    return jnp.where(jnp.isfinite(a), code, FLOAT8_NAN).astype(jnp.uint8)
+        code = stochastic(a, fmt.numbers, byte)
+    return jnp.where(jnp.isfinite(a), code, jnp.uint8(FLOAT8_NAN))
 
 
 # --- scales: of blocks with the given amax bits [..., R/h, C/b] -> stored, what to multiply by, which are poisoned
@@ -290,7 +283,7 @@ def magnitude_codes(
         byte = blocks_of(byte, fmt)
     magnitude = jnp.abs(scaled)
     if fmt.packed:
-        return e2m1_nearest(magnitude) if byte is None else e2m1_stochastic(magnitude, byte)
+        return e2m1_nearest(magnitude) if byte is None else stochastic(magnitude, fmt.numbers, byte)
     # finite numbers saturate, others are NaN
     magnitude = jnp.where(magnitude_bits(blocks) < INFINITY_BITS, jnp.minimum(magnitude, MAX_FINITE), jnp.nan)
     return float8(magnitude, fmt, byte)
