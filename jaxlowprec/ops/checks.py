@@ -41,7 +41,7 @@ class Platforms(TypedDict, total=False):
 
 
 def default_implementation() -> Implementation:
-    """What implementation=None means: $JAXLOWPREC_IMPLEMENTATION, or None. Each op asks once."""
+    """The implementation that None stands for: $JAXLOWPREC_IMPLEMENTATION, or None. Each op asks once."""
     value: Any = os.environ.get("JAXLOWPREC_IMPLEMENTATION") or None
     one_of("$JAXLOWPREC_IMPLEMENTATION", "value", value, None, "ffi", "portable", "reference")
     return value

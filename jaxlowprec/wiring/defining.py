@@ -29,7 +29,7 @@ Body = Callable[..., Sequence[jax.Array]]
 Op = Callable[..., tuple[jax.Array, ...]]
 """Arrays -> a tuple of arrays, under every transformation but autodiff."""
 Elsewhere = Literal["portable", "reference", "refused"]
-"""What computes an op on a platform for which it has no native body."""
+"""How an op is computed on a platform for which it has no native body."""
 UNPARTITIONED = ("tpu",)
 """Platforms whose compiler calls no partitioning rules (https://github.com/jax-ml/jax/issues/38196)."""
 AddUp = Callable[[jax.Array], jax.Array]

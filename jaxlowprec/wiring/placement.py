@@ -45,7 +45,7 @@ def _spec_on(mesh: Mesh, sharding: Any, shape: tuple[int, ...]) -> list[tuple[st
 
 
 def mesh_array(mesh: Mesh, value: Any) -> MeshArray:
-    """What a sharding rule needs of a value: its shape, how it lies on the refined mesh, and its size."""
+    """A value as sharding rules take it: its shape, how it lies on the refined mesh, and its size."""
     return MeshArray(tuple(value.shape), _spec_on(mesh, value.sharding, value.shape), value.dtype.itemsize)
 
 
