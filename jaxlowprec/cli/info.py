@@ -97,13 +97,14 @@ _RECIPES: tuple[type[Recipe], ...] = (
     DelayedScaling,
     Int4QAT,
 )
+_PORTABLE = "tested on CPUs only; `jaxlowprec verify` compares what this device computes with what it must"
 _NEWEST = 10.0  # the compute capability for which GPUs are described where there is none
 
 
 def add_parser(commands: Any) -> None:
     """Declares the command."""
     parser = commands.add_parser(
-        "info", help="versions, platforms, and what runs natively, emulated or by reference here"
+        "info", help="versions, platforms, and what runs natively, emulated or in pure JAX here"
     )
     parser.add_argument("--json", action="store_true", help="for machines")
     parser.set_defaults(run=run)
@@ -153,9 +154,10 @@ def _runs(operation: _Operation, platform: str) -> dict[str, str]:
     ways = {formats: support.runs(operation.op, platform, formats, capability) for formats in operation.formats}
     first = next(iter(ways.values()))
     why = first.why
-    if platform == "cuda" and first.how != "reference":
+    if len(ways) > 1 and (first.how == "portable" or platform == "cuda"):
+        why = "; ".join(f"{type(formats[0]).__name__}: {way.why}" for formats, way in ways.items())
+    if platform == "cuda" and first.how not in ("portable", "reference"):
         if len(ways) > 1:
-            why = "; ".join(f"{type(formats[0]).__name__}: {way.why}" for formats, way in ways.items())
             why += "" if native.compute_capability() else " (on the newest GPUs)"
         why += "" if capability in VERIFIED_ON_GPUS else f"; never verified on a GPU of compute capability {capability}"
     return {"runs": first.how, "why": why}
@@ -253,6 +255,8 @@ def render(found: dict[str, Any]) -> list[str]:
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     table = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
     lines += ["", table[0], "-" * len(table[0]), *table[1:], ""]
+    if any(row[2] == "portable" for row in rows):
+        lines += [f"portable: {_PORTABLE}", ""]
     for recipe in found["recipes"]:
         for answer in recipe["platforms"].values():
             says = "runs" if answer["supported"] else "does not run"

@@ -7,12 +7,12 @@ import sys
 from typing import Any, NoReturn
 
 from jaxlowprec.checkpoints.errors import CheckpointError
-from jaxlowprec.cli import convert, dequantize, info, inspect, report, watch
+from jaxlowprec.cli import convert, dequantize, info, inspect, report, verify, watch
 from jaxlowprec.cli.streams import printable, say
 from jaxlowprec.wiring import native
 from jaxlowprec_command import occupy_standard_descriptors
 
-_COMMANDS = (info, convert, dequantize, inspect, watch, report)
+_COMMANDS = (info, verify, convert, dequantize, inspect, watch, report)
 _ERROR, _INTERRUPTED = 2, 130
 
 

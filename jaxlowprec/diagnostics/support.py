@@ -21,7 +21,8 @@ from jaxlowprec.layers.delayed_scaling import init_state
 from jaxlowprec.layers.grouped_matmul import grouped_matmul
 from jaxlowprec.layers.linear import linear
 from jaxlowprec.layers.operands import Gemms
-from jaxlowprec.ops.scaled_matmul import cuda
+from jaxlowprec.ops.checks import default_implementation
+from jaxlowprec.ops.scaled_matmul import cuda, portable
 from jaxlowprec.recipes.autocast import resolve
 from jaxlowprec.recipes.composed import PerLayer
 from jaxlowprec.recipes.qat import QAT
@@ -68,11 +69,12 @@ class Runs(NamedTuple):
 
     Attributes:
         how: by the platform's kernels ("native"), by kernels that stand in for instructions which only other platforms
-            have ("emulated"), in pure JAX ("reference"), or not at all ("not").
+            have ("emulated"), by XLA as on any platform without kernels ("portable"), in pure JAX that defines the
+            bytes ("reference"), or not at all ("not").
         why: what computes it, or why no kernel does.
     """
 
-    how: Literal["native", "emulated", "reference", "not"]
+    how: Literal["native", "emulated", "portable", "reference", "not"]
     why: str
 
 
@@ -80,7 +82,8 @@ def supported(recipe: Recipe | None, *, platform: str | None = None, op: str | N
     """Whether a recipe runs on a platform of this process, and what computes it there.
 
     It compiles and runs nothing. What has no kernel on a platform runs in pure JAX, which counts as supported, and the
-    reason says so: the result is the same within the documented bounds, but slower.
+    reason says so: the result is the same within the documented bounds, but slower. `jaxlowprec verify` tells whether a
+    device keeps to them.
 
     Arguments:
         recipe: None: high precision. Of `PerLayer` the recipe of every rule is asked, of `Int4QAT` and `WeightQAT`
@@ -133,8 +136,14 @@ def runs(
         formats: the format of an array; of a product, of both operands, or of a weight by an array in high precision.
         capability: of the GPU; default: that of this process's.
     """
-    if (why_not := native.why_not(platform)) is not None:
-        return Runs("reference", why_not)
+    chosen = default_implementation()
+    why_not = native.why_not(platform)
+    if chosen in ("portable", "reference"):
+        why_not = f"JAXLOWPREC_IMPLEMENTATION is {chosen}"
+    if why_not is not None:
+        if chosen == "reference" or (platform == "cpu" and chosen != "portable"):
+            return Runs("reference", why_not)
+        return Runs("portable", f"{_portable(op, platform, formats)}, because {why_not}")
     targets = _TARGETS.get(op) or _PRODUCT_TARGETS[op]
     weight_only = len(formats) == 1 and formats[0].weight_only if op in _TARGETS else len(formats) == 1
     if platform == "cuda":
@@ -150,13 +159,31 @@ def runs(
     return Runs("emulated", f"{kernels}, codes decoded to float32 instead of FP8 tensor cores")
 
 
+def _portable(op: str, platform: str, formats: tuple[Format, ...]) -> str:
+    """How an op runs where there are no kernels."""
+    if op in _TARGETS:
+        return "the reference in pure JAX, compiled by XLA"
+    if len(formats) == 1:
+        exact = formats[0].served_dtype or ("bfloat16" if portable.is_exact_in_bfloat16(formats[0]) else "float32")
+        product = f"XLA's product with the weight decoded to {exact}"
+    elif not all(map(portable.is_exact_in_bfloat16, formats)):
+        product = "XLA's product of float32 at the highest precision"
+    elif formats and formats[0].scaling == "tensor" and platform in portable.FLOAT8_DOTS:
+        product = "XLA's product of FP8 codes"
+    else:
+        product = "XLA's product of operands decoded to bfloat16"
+    if op != "grouped_matmul":
+        return product
+    return product + (", by ragged_dot" if platform == "tpu" else ", a chunk of each group's rows at a time")
+
+
 def _on_cuda(op: str, formats: tuple[Format, ...], capability: float | None) -> Runs:
     """How an op runs on GPUs of that compute capability."""
     if capability is None or capability < _LEAST_CAPABILITY:
         return Runs(
             "not",
             f"the CUDA kernels need {_LEAST_CAPABILITY} or newer; use such a GPU, or set JAXLOWPREC_DISABLE_NATIVE=1 "
-            "to run the reference in pure JAX",
+            "to run pure JAX",
         )
     if op in _TARGETS:
         return Runs("native", "CUDA kernels")
@@ -167,7 +194,9 @@ def _on_cuda(op: str, formats: tuple[Format, ...], capability: float | None) -> 
             "weight",
         )
     problem, route = cuda.route(formats[0], formats[1], round(10 * capability))
-    return Runs("reference", problem) if problem else Runs("native", f"{route}, by cuBLASLt")
+    if problem:
+        return Runs("portable", f"{_portable(op, 'cuda', formats)}, because {problem}")
+    return Runs("native", f"{route}, by cuBLASLt")
 
 
 def _named(platform: str) -> str:

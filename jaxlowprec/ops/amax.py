@@ -162,7 +162,7 @@ def amax(
         x: bfloat16, float16 or float32.
         plain: whether the amax of x itself is wanted; it comes first.
         hadamard: a rotation of size 16 along axis -2; the amax of the rotated x is wanted, too; or None.
-        implementation: None, "ffi" or "reference".
+        implementation: None, "ffi", "portable" or "reference": see `quantize`.
         rows_split: x is [..., S, R, C], one tensor whose rows are split into S parts of whole rotations.
     """
     wanted = Amaxes(plain, hadamard, rows_split).of_rows(x.shape[-2])

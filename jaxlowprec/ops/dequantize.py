@@ -34,7 +34,7 @@ def dequantize(
     Arguments:
         q: a quantised array.
         dtype: of the result: bfloat16, float16 or float32. None: the dtype q was quantised from.
-        implementation: None, "ffi" or "reference".
+        implementation: None, "ffi", "portable" or "reference": see `quantize`.
 
     Raises:
         TypeError: q is not a QuantizedArray, or another dtype than those.

@@ -45,7 +45,7 @@ def fake_quantize(
             elements that the format's range cuts off, where rounding to nearest would have left it; 1 elsewhere. Only
             Int4 (asymmetric, and the compressed-tensors rule) and MX formats with scale_rule="floor" cut anything off:
             other scales cover the largest element.
-        implementation: None for the best that is available, "ffi" for the native kernel, "reference" for pure JAX.
+        implementation: None, "ffi", "portable" or "reference": see `quantize`.
 
     Returns:
         An array like x. Blocks that hold NaN or infinity are NaN throughout; for Float8Tensor the whole slice is.

@@ -45,7 +45,7 @@ def hadamard_transform(
         size: 16, 32, 64, 128 or 256.
         signs: see `Hadamard`; None for plain H, "drawn" for those of `sign_key`.
         inverse: undo the transform.
-        implementation: None, "ffi" or "reference".
+        implementation: None, "ffi", "portable" or "reference": see `quantize`.
         sign_key: of drawn signs, and only of those: see `quantize`.
 
     Raises:

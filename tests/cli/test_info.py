@@ -60,6 +60,13 @@ def test_without_the_library_info_says_reference_and_why():
         assert cpu == {"runs": "reference", "why": "JAXLOWPREC_DISABLE_NATIVE is set"}
 
 
+@pytest.mark.slow
+def test_what_is_portable_is_said():
+    out = run_python("-m", "jaxlowprec.cli.main", "info", JAXLOWPREC_IMPLEMENTATION="portable").stdout
+    assert "NVFP4: XLA's product of operands decoded to bfloat16, because JAXLOWPREC_IMPLEMENTATION" in out
+    assert "Float8Block: XLA's product of operands decoded to bfloat16" in out and "`jaxlowprec verify` compares" in out
+
+
 class TestCuda:
     """What is said of GPUs, whatever the build and the machine have."""
 

@@ -167,27 +167,65 @@ class TestOnGpus:
                 assert why.startswith(f"GPU of compute capability {capability}: ")
 
     @pytest.mark.parametrize("capability", [8.0, 9.0])
-    def test_a_gemm_by_the_reference_calls_no_kernel(self, capability):
+    def test_a_gemm_by_xla_calls_no_kernel(self, capability):
         """Float32 scales that are not powers of two: only compute capability 9.0 has a GEMM."""
         recipe = jlp.Float8BlockScaling(use_f32_scales=True)
         with claiming_cuda(capability):
             ok, why = jlp.supported(recipe, platform="cuda")
             calls = {call.target for call in custom_calls(functools.partial(gradients, recipe), X, W)}
-        by_reference = "the reference in pure JAX, because FP8 blocks with float32 scales" in why
-        assert ok and by_reference == (capability == 8.0)
-        assert ("jaxlowprec_scaled_matmul" in calls) != by_reference
+        by_xla = "XLA's product of float32 at the highest precision, because FP8 blocks with float32 scales" in why
+        assert ok and by_xla == (capability == 8.0)
+        assert ("jaxlowprec_scaled_matmul" in calls) != by_xla
 
     def test_a_gpu_that_is_too_old(self):
         with claiming_cuda(7.5):
             ok, why = jlp.supported(jlp.MXFP8BlockScaling(), platform="cuda")
         assert not ok and "the CUDA kernels need 8.0 or newer" in why and "JAXLOWPREC_DISABLE_NATIVE=1" in why
 
-    def test_a_gpu_without_kernels_runs_the_reference(self, monkeypatch):
+    def test_a_gpu_without_kernels_runs_what_is_portable(self, monkeypatch):
         library = dataclasses.replace(native.library(), platforms=("cpu",), missing={"cuda": "built without CUDA"})
         monkeypatch.setattr(native, "library", lambda: library)
         monkeypatch.setattr(native, "compute_capability", lambda: 9.0)
         ok, why = jlp.supported(jlp.NVFP4BlockScaling(), platform="gpu")
-        assert ok and "the reference in pure JAX, because built without CUDA" in why
+        assert ok and "the reference in pure JAX, compiled by XLA, because built without CUDA" in why
+        assert "NVFP4 1x16 by NVFP4 1x16: XLA's product of operands decoded to bfloat16, because built without" in why
+        assert "XLA's product of FP8 codes" in jlp.supported(jlp.Float8CurrentScaling(), platform="gpu").reason
+
+
+class TestPortable:
+    """Where there are no kernels, products are XLA's."""
+
+    @pytest.mark.parametrize(
+        ("formats", "platform", "product"),
+        [
+            ((jlp.NVFP4(), jlp.NVFP4()), "tpu", "XLA's product of operands decoded to bfloat16"),
+            ((jlp.Float8Block(), jlp.Float8Block()), "rocm", "XLA's product of operands decoded to bfloat16"),
+            ((jlp.Float8Tensor(), jlp.Float8Tensor()), "tpu", "XLA's product of FP8 codes"),
+            ((jlp.Float8Tensor(), jlp.Float8Tensor()), "METAL", "XLA's product of operands decoded to bfloat16"),
+            ((jlp.Float8Block(power_of_two=False),) * 2, "tpu", "XLA's product of float32 at the highest precision"),
+            ((jlp.Int4(),), "tpu", "XLA's product with the weight decoded to bfloat16"),
+            ((jlp.Int4(scale_dtype="float16"),), "rocm", "XLA's product with the weight decoded to float16"),
+        ],
+    )
+    def test_the_product_of_each_pair(self, formats, platform, product):
+        way = support.runs("scaled_matmul", platform, formats)
+        assert way.how == "portable" and way.why.startswith(f"{product}, because this build of jaxlowprec has no")
+
+    @pytest.mark.parametrize("op", ["quantize", "dequantize", "hadamard_transform", "norm", "statistics"])
+    def test_other_ops(self, op):
+        way = support.runs(op, "tpu", (jlp.NVFP4(),))
+        assert way.how == "portable" and way.why.startswith("the reference in pure JAX, compiled by XLA, because")
+
+    def test_groups(self):
+        pair = (jlp.MXFP8(), jlp.MXFP8())
+        assert "decoded to bfloat16, by ragged_dot, because" in support.runs("grouped_matmul", "tpu", pair).why
+        assert "a chunk of each group's rows at a time" in support.runs("grouped_matmul", "rocm", pair).why
+
+    def test_an_implementation_that_the_environment_chooses(self, monkeypatch):
+        for name in ("portable", "reference"):
+            monkeypatch.setenv("JAXLOWPREC_IMPLEMENTATION", name)
+            way = support.runs("quantize", "cpu", (jlp.NVFP4(),))
+            assert way.how == name and f"JAXLOWPREC_IMPLEMENTATION is {name}" in way.why
 
 
 class TestInfo:

@@ -1,6 +1,7 @@
 """Bad input gets a clear error at trace time, in the user's terms, from every op."""
 
 import functools
+import inspect
 import os
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 
 import jaxlowprec as jlp
+from tests.helpers import assert_same_bytes
 
 FMT = jlp.NVFP4()
 X = jnp.ones((16, 32))
@@ -178,7 +180,7 @@ class TestRounding:
         ("options", "error", "message"),
         [
             ({"rows_split": 1}, TypeError, "rows_split=1; needs True or False"),
-            ({"implementation": "native"}, ValueError, 'implementation=\'native\'; needs None, "ffi" or "reference"'),
+            ({"implementation": "native"}, ValueError, 'implementation=\'native\'; needs None, "ffi", "portable" or'),
             ({"axis_name": ["x"]}, TypeError, "axis_name=['x']; needs an axis of the mesh"),
             ({"axis_name": "x"}, ValueError, "axis_name='x'; needs an axis of the mesh, or a tuple of them, within"),
             ({"rounding": ["nearest"]}, ValueError, "rounding=['nearest']; needs"),
@@ -417,6 +419,14 @@ EVERY_OP = {
     "hadamard_transform": lambda q, i: jlp.hadamard_transform(X, implementation=i),
     "dequantize": lambda q, i: jlp.dequantize(q, implementation=i),
     "scaled_matmul": lambda q, i: jlp.scaled_matmul(q, q, implementation=i),
+    "fake_quantize": lambda q, i: jlp.fake_quantize(X, FMT, implementation=i),
+    "rms_norm": lambda q, i: jlp.ops.rms_norm(X, X[0], implementation=i),
+    "layer_norm": lambda q, i: jlp.ops.layer_norm(X, X[0], X[0], implementation=i),
+    "gelu": lambda q, i: jlp.ops.gelu(X, implementation=i),
+    "silu": lambda q, i: jlp.ops.silu(X, implementation=i),
+    "relu_squared": lambda q, i: jlp.ops.relu_squared(X, implementation=i),
+    "swiglu": lambda q, i: jlp.ops.swiglu(X, X, implementation=i),
+    "geglu": lambda q, i: jlp.ops.geglu(X, X, implementation=i),
 }
 
 WITHOUT_LIBRARY = """
@@ -435,19 +445,32 @@ for name, call in EVERY_OP.items():
 
 
 class TestImplementations:
+    def test_every_function_that_takes_one_is_here(self):
+        public = {name: getattr(jlp, name) for name in jlp.__all__} | {n: getattr(jlp.ops, n) for n in jlp.ops.__all__}
+        functions = {n: f for n, f in public.items() if inspect.isfunction(f)}
+        taking = {n for n, f in functions.items() if "implementation" in inspect.signature(f).parameters}
+        assert taking == set(EVERY_OP)
+
+    @pytest.mark.parametrize("op", EVERY_OP)
+    def test_portable_results_are_those_of_the_reference(self, op):
+        def found(implementation):
+            return jax.jit(lambda q: EVERY_OP[op](q, implementation))(quantized())
+
+        assert_same_bytes(found("portable"), found("reference"))
+
     @pytest.mark.parametrize("op", EVERY_OP)
     def test_unknown_ones(self, op):
         q = quantized()
-        message = 'implementation=\'cuda\'; needs None, "ffi" or "reference"'
+        message = 'implementation=\'cuda\'; needs None, "ffi", "portable" or "reference"'
         assert_raised_at_trace_time(lambda: EVERY_OP[op](q, "cuda"), ValueError, message)
 
     @pytest.mark.parametrize("op", EVERY_OP)
-    def test_a_platform_without_kernels_has_the_reference_alone(self, op):
+    def test_a_platform_without_kernels_has_pure_jax_alone(self, op):
         def lower(implementation):
             traced = jax.jit(lambda q: EVERY_OP[op](q, implementation)).trace(quantized())
             return traced.lower(lowering_platforms=("tpu",)).as_text()
 
-        for implementation in (None, "reference"):
+        for implementation in (None, "portable", "reference"):
             assert "custom_call @jaxlowprec" not in lower(implementation)
         with pytest.raises(NotImplementedError, match="has kernels for .*cpu.* not for this platform"):
             lower("ffi")

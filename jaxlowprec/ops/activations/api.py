@@ -28,7 +28,7 @@ def gelu(
     Arguments:
         x: bfloat16, float16 or float32.
         approximate: True, as `jax.nn.gelu` has it; the exact form is not there.
-        implementation: None, "ffi" or "reference".
+        implementation: None, "ffi", "portable" or "reference": see `quantize`.
 
     Raises:
         TypeError: x is no float array of those dtypes.
@@ -55,7 +55,7 @@ def silu(x: Float[Array, "..."], *, implementation: Implementation = None) -> Fl
 
     Arguments:
         x: bfloat16, float16 or float32.
-        implementation: None, "ffi" or "reference".
+        implementation: None, "ffi", "portable" or "reference": see `quantize`.
 
     Raises:
         TypeError: x is no float array of those dtypes.
@@ -77,7 +77,7 @@ def relu_squared(x: Float[Array, "..."], *, implementation: Implementation = Non
 
     Arguments:
         x: bfloat16, float16 or float32.
-        implementation: None, "ffi" or "reference".
+        implementation: None, "ffi", "portable" or "reference": see `quantize`.
 
     Raises:
         TypeError: x is no float array of those dtypes.
@@ -102,7 +102,7 @@ def swiglu(
 
     Arguments:
         gate, up: of one shape and dtype: bfloat16, float16 or float32.
-        implementation: None, "ffi" or "reference".
+        implementation: None, "ffi", "portable" or "reference": see `quantize`.
 
     Raises:
         TypeError: an operand is no float array of those dtypes, or their dtypes differ.
@@ -128,7 +128,7 @@ def geglu(
 
     Arguments:
         gate, up: of one shape and dtype: bfloat16, float16 or float32.
-        implementation: None, "ffi" or "reference".
+        implementation: None, "ffi", "portable" or "reference": see `quantize`.
 
     Raises:
         TypeError: an operand is no float array of those dtypes, or their dtypes differ.

@@ -96,7 +96,7 @@ def quantize_groups(
         words: for stochastic rounding, the words of a key for each group.
         eden: with words: it is scales that are rounded so; see `quantize`.
         amaxes: [..., E] rowwise and columnwise, where they are known.
-        implementation: None, "ffi" or "reference".
+        implementation: None, "ffi", "portable" or "reference": see `quantize`.
         encode_scale: [..., E], for Float8Tensor: what to multiply each group by; see `quantize`.
 
     Returns:

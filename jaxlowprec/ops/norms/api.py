@@ -62,7 +62,7 @@ def rms_norm(
         residual: of x's shape and dtype: added to x before, in float32, and the sum is rounded to x's dtype.
         epsilon: not negative.
         zero_centered_gamma: rows are multiplied by 1 + gamma.
-        implementation: None, "ffi" or "reference".
+        implementation: None, "ffi", "portable" or "reference": see `quantize`.
 
     Returns:
         [..., C] in x's dtype; with `residual` a pair: the normed sum, and the sum, for the next residual.

@@ -30,7 +30,7 @@ class NormSpec:
         epsilon: added to the mean square.
         residual: another operand, which is added to x before.
         beta: another operand, which is added after.
-        implementation: None, "ffi" or "reference".
+        implementation: None, "ffi", "portable" or "reference": see `quantize`.
         amaxes: which amaxes of the normed rows are wanted; None: none. With `rows_split`, arrays are [..., S, R, C].
     """
 

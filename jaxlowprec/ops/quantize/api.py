@@ -82,7 +82,8 @@ def quantize(
         amax: float32, shaped like the batch axes: the largest magnitude to scale by (after the rotation), where it is
             known or must cover more than x. Larger elements saturate. A negative or non-finite amax makes its slice
             NaN. None: x's own. For formats with a tensor scale: NVFP4 and Float8Tensor.
-        implementation: None for the best that is available, "ffi" for the native kernel, "reference" for pure JAX.
+        implementation: None for the best that is available, "ffi" for the native kernel, "portable" for pure JAX as on
+            platforms without kernels, "reference" for pure JAX that defines the bytes.
         encode_scale: float32, shaped like the batch axes, for Float8Tensor: the factor to multiply by, instead of one
             from an amax (delayed scaling). Larger elements saturate. The stored scale is its reciprocal. A factor that
             is not positive and finite makes its slice NaN.

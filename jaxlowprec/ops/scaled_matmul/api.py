@@ -115,7 +115,7 @@ def scaled_matmul(
             of a linear followed by GELU.
         accumulate: [..., M, N], bfloat16, float16 or float32.
         preferred_element_type: dtype of the result: bfloat16, float16 or float32.
-        implementation: None, "ffi" or "reference".
+        implementation: None, "ffi", "portable" or "reference": see `quantize`.
         return_pre_activation: also return what the activation was applied to, in the result's dtype.
         activation_input: [..., M, N], for "dgelu": the pre-activation of the forward pass.
         out_sharding: of the result, in JAX's explicit-sharding mode, as for `jnp.matmul`. None: M and N are split as

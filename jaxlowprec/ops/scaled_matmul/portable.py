@@ -47,6 +47,7 @@ def products(
     b_data: jax.Array,
     b_scale: jax.Array,
     b_format: Format,
+    *,
     multiply: Callable[..., jax.Array] | None = None,
     float8: bool = False,
 ) -> jax.Array:
