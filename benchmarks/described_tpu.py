@@ -1,0 +1,113 @@
+"""What XLA makes of products, quantisers and training steps for TPUs that are not there.
+
+    PYTHONPATH=. python benchmarks/described_tpu.py --tpu 7x --save
+
+Needs the extra tpu-check. Nothing runs on a TPU: cycles are libtpu's own estimates, which leave copies out, and only
+their ratios mean anything. Compilation is measured in seconds of the processor, of all threads. Rows of other commits
+stay in the file, to compare with; an older one is measured in its own checkout, with this file and
+tests/tpu_without_tpu copied into it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import sources
+from recorded import RESULTS, load
+from timing import save
+
+import jaxlowprec as jlp
+from tests.tpu_without_tpu.described_tpu import TPUS, compiled, devices_of
+
+NAME = "described_tpu"
+Case = tuple[Callable, tuple[Any, ...]]
+
+
+def cases() -> dict[str, Callable[[], Case]]:
+    """Functions and the shapes of their arguments, by name."""
+
+    def array(*shape, dtype="bfloat16"):
+        return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
+
+    def product(fmt) -> Case:
+        if fmt is None:
+            return lambda a, b: a @ b.mT, (array(2048, 2048),) * 2
+        a, b = (jax.eval_shape(lambda x, f=f: jlp.quantize(x, f), array(2048, 2048)) for f in fmt)
+        return lambda a, b: jlp.scaled_matmul(a, b), (a, b)
+
+    def quantiser(fmt, **options) -> Case:
+        return lambda x: jlp.quantize_both(x, fmt, **options), (array(4096, 4096),)
+
+    def step(recipe) -> Case:
+        def gradients(x, w, dy):
+            y, pullback = jax.vjp(lambda x, w: jlp.linear(x, w, recipe=recipe), x, w)
+            return y, pullback(dy)
+
+        return gradients, (array(1024, 1024), array(1024, 1024, dtype="float32"), array(1024, 1024))
+
+    block = jlp.Float8Block(), jlp.Float8Block(block=(128, 128))
+    formats = {name: (fmt, fmt) for name, fmt in (("NVFP4", jlp.NVFP4()), ("MXFP8", jlp.MXFP8()))}
+    formats |= {"Float8Block": block, "Float8Tensor": (jlp.Float8Tensor(),) * 2}
+    recipes = {
+        "bfloat16": None,
+        "Float8CurrentScaling": jlp.Float8CurrentScaling(),
+        "MXFP8BlockScaling": jlp.MXFP8BlockScaling(),
+        "Float8BlockScaling": jlp.Float8BlockScaling(),
+        "NVFP4BlockScaling": jlp.NVFP4BlockScaling(),
+    }
+    return {
+        "scaled_matmul bfloat16": lambda: product(None),
+        **{f"scaled_matmul {name}": lambda f=f: product(f) for name, f in formats.items()},
+        "quantize_both copy": lambda: (lambda x: x * 2, (array(4096, 4096),)),
+        "quantize_both MXFP8": lambda: quantiser(jlp.MXFP8()),
+        "quantize_both NVFP4, RHT": lambda: quantiser(jlp.NVFP4(), hadamard_columnwise=True),
+        **{f"linear {name}": lambda r=r: step(r) for name, r in recipes.items()},
+    }
+
+
+def measured(case: Case, tpu: str) -> dict[str, Any]:
+    """What became of a case, and what that took."""
+    function, args = case
+    devices = devices_of(tpu)
+    started = time.process_time()
+    program = compiled(function, *args, devices=devices)
+    seconds = time.process_time() - started
+    operands = collections.Counter(" x ".join(types) for types in program.products())
+    return {
+        "compile_cpu_seconds": round(seconds, 1),
+        "cycles": program.cycles,
+        "loops": len(program.loops),
+        "gathers": len(program.gathers),
+        "dropped_casts": len(program.dropped_casts),
+        "products": dict(operands),
+    }
+
+
+def main() -> None:
+    """Prints, and adds to the file in benchmarks/results with --save."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tpu", action="append", choices=TPUS, help="default: all")
+    parser.add_argument("--only", default="", help="cases whose name begins so")
+    parser.add_argument("--save", action="store_true", help="add to benchmarks/results")
+    options = parser.parse_args()
+    jax.config.update("jax_platforms", "cpu")
+    commit = sources.commit()
+    for tpu in options.tpu or TPUS:
+        for name, case in cases().items():
+            if name.startswith(options.only):
+                found = measured(case(), tpu)
+                print(f"{commit} {tpu:3} {name:32}", *(f"{k} {v}" for k, v in found.items()), sep="  ", flush=True)
+                if options.save:
+                    rows = load(NAME)["rows"] if (RESULTS / f"{NAME}.json").exists() else {}
+                    rows.setdefault(name, {}).setdefault(tpu, {})[commit] = found
+                    save(NAME, {"rows": rows})
+
+
+if __name__ == "__main__":
+    main()
