@@ -2,10 +2,10 @@
 
     PYTHONPATH=. python benchmarks/described_tpu.py --tpu 7x --save
 
-Needs the extra tpu-check. Nothing runs on a TPU: cycles are libtpu's own estimates, which leave copies out, and only
-their ratios mean anything. Compilation is measured in seconds of the processor, of all threads. Rows of other commits
-stay in the file, to compare with; an older one is measured in its own checkout, with this file and
-tests/tpu_without_tpu copied into it.
+Needs the extra tpu-check. Nothing runs on a TPU: cycles are libtpu's own estimates, for ratios only. They leave copies
+out, and a loop whose turns XLA does not tell counts once. Compilation is measured in seconds of the processor, of all
+threads. Rows of other commits stay in the file, to compare with; an older one is measured in its own checkout, with
+this file and tests/tpu_without_tpu copied into it.
 """
 
 from __future__ import annotations

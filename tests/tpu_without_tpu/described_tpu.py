@@ -142,7 +142,7 @@ class Program:
         return self._cycles_of(re.search(r"^ENTRY %(\S+) ", self.text, re.MULTILINE)[1])
 
     def _cycles_of(self, computation: str) -> int:
-        """Those of a computation; of a loop as often as it is known to turn."""
+        """Those of a computation; of a loop as often as it is known to turn, else once."""
         total = 0
         lines = self.text[re.search(rf"^(?:ENTRY )?%{re.escape(computation)} ", self.text, re.MULTILINE).start() :]
         for line in lines.partition("\n}")[0].splitlines():
