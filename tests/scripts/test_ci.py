@@ -44,7 +44,7 @@ def within(file, folders):
 
 
 def test_every_file_of_tests_is_in_a_part_with_its_slow_ones():
-    commands = [command for *_, command in parts() if command.startswith(("slow", "with_"))]
+    commands = [command for *_, command in parts() if command.startswith(("slow", "with_", "tpu --slow"))]
     found = {file for command in commands for file in covered(command)}
     every = {file for file in (SOURCE / "tests").rglob("test_*.py") if not within(file, ELSEWHERE)}
     assert sorted(map(str, every - found)) == []
