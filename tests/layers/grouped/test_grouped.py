@@ -294,7 +294,10 @@ class TestRaggedDot:
                 split = jax.jit(functools.partial(jlp.ragged_dot, out_sharding=P(None, "a")))
                 found = split(*(place(a, mesh, P()) for a in (x, w, sizes)))
         assert found.sharding.spec == P(None, "a")
-        assert_same_bytes(found, expected)
+        if recipe is None:  # the bytes of XLA's own product depend on its shape, on some processors
+            np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-4)
+        else:
+            assert_same_bytes(found, expected)
         with pytest.raises(TypeError, match="ragged_dot: out_sharding="):
             jlp.ragged_dot(x, w, sizes, out_sharding="a")
 
