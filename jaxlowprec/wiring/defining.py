@@ -188,15 +188,14 @@ def define(
         adder: of the partial results. If it draws, the op takes one more operand, uint32 [..., 2] with the batch axes,
             which neither `outputs` nor the bodies see.
     """
+    bodies: Mapping[str | None, Body] = portable if isinstance(portable, Mapping) else {None: portable or reference}
     if adder.drawn:
         rule = rule.with_operand("... words", whole=["words"])
         outputs, reference = _without_last(outputs), _without_last(reference)
         if native:
             mapping = native if isinstance(native, Mapping) else dict.fromkeys(platforms, native)
             native = {platform: _without_last(body) for platform, body in mapping.items()}
-        if portable:
-            portable = {None: portable} if not isinstance(portable, Mapping) else portable
-            portable = {platform: _without_last(body) for platform, body in portable.items()}
+        bodies = {platform: _without_last(body) for platform, body in bodies.items()}
     primitive: Any = Primitive(name)
     primitive.multiple_results = True
     collectives = [collective] * len(rule.results) if callable(collective) else collective
@@ -229,13 +228,12 @@ def define(
             reason = (missing or {}).get(platform or "")
             why = f"not for {platform}: {reason}" if reason else "not for this platform"
             return _refusal(f'{name}: implementation="ffi" has kernels for {tuple(platforms)}, {why}')
-        if elsewhere == "reference" or platform in by_reference or not (portable or fenced):
+        if elsewhere == "reference" or platform in by_reference:
             return reference
-        body = (portable.get(platform) or portable[None]) if isinstance(portable, Mapping) else portable or reference
+        body = bodies.get(platform) or bodies[None]
         return _fenced(body) if fenced else body
 
-    named = [*by_reference, *(missing or ()), *(portable if isinstance(portable, Mapping) else ())]
-    for platform in dict.fromkeys([None, *named]):
+    for platform in dict.fromkeys([*bodies, *by_reference, *(missing or ())]):
         mlir.register_lowering(primitive, _lowering(body_elsewhere(platform)), platform=platform)
     primitive.native = {}  # the kernels' calls by platform: tests make them without a compiled program
     if native:

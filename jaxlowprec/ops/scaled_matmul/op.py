@@ -137,7 +137,7 @@ def matmul_op(spec: MatmulSpec, implementation: Implementation) -> wiring.Op:
     ) -> Sequence[jax.Array]:
         y = portable.products(a_data, a_scale, spec.a_format, b_data, b_scale, spec.b_format, float8=float8)
         if spec.a_format.scaling == "tensor":
-            y = portable.apply_tensor_scales(y, a_scale, b_scale)
+            y = reference.apply_tensor_scales(y, a_scale, b_scale)
         y = reference.apply_amaxes(y, *rest[:2]) if spec.two_level else y
         return spec.epilogue.finish(y, rest[amaxes:])
 

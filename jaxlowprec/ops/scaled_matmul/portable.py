@@ -17,7 +17,6 @@ import jax.numpy as jnp
 
 from jaxlowprec.arrays.formats import Format
 from jaxlowprec.ops.dequantize import code_values, scale_values
-from jaxlowprec.ops.rounding import rounded
 
 FLOAT8_DOTS = ("tpu", "cuda", "rocm")
 """Platforms on which XLA takes FP8 operands: it multiplies them or, on devices that cannot, converts them."""
@@ -67,11 +66,6 @@ def products(
     exact = is_exact_in_bfloat16(a_format) and is_exact_in_bfloat16(b_format)
     precision = jax.lax.Precision.DEFAULT if exact else jax.lax.Precision.HIGHEST
     return (multiply or _multiply)(a, b, precision=precision)
-
-
-def apply_tensor_scales(y: jax.Array, a_scale: jax.Array, b_scale: jax.Array) -> jax.Array:
-    """The sums of two Float8Tensors times their scales [...]."""
-    return rounded(rounded(y * a_scale[..., None, None]) * b_scale[..., None, None])
 
 
 def _multiply(a: jax.Array, b: jax.Array, precision: jax.lax.Precision) -> jax.Array:

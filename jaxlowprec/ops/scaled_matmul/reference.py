@@ -24,7 +24,7 @@ def products(
     values = [code_values(a_data, a_format), code_values(b_data, b_format)]
     scales = [scale_values(a_scale, a_format, a_data.shape[-2]), scale_values(b_scale, b_format, b_data.shape[-2])]
     if a_format.scaling == "tensor":
-        return rounded(rounded(_dot(*values) * scales[0]) * scales[1])
+        return apply_tensor_scales(_dot(*values), a_scale, b_scale)
 
     if a_format.scaling == "e8m0" and not (a_format.packed and b_format.packed):
         depth = min(v.shape[-1] for v in values)
@@ -60,6 +60,11 @@ def _dot(a: jax.Array, b: jax.Array) -> jax.Array:
 def alpha(a_amax: jax.Array, b_amax: jax.Array) -> jax.Array:
     """The product of the tensor scales of two-level operands, which multiplies the sums."""
     return flush(flush(a_amax * b_amax) * jnp.float32(1 / 7225344))
+
+
+def apply_tensor_scales(y: jax.Array, a_scale: jax.Array, b_scale: jax.Array) -> jax.Array:
+    """The sums of two Float8Tensors times their scales [...]."""
+    return rounded(rounded(y * a_scale[..., None, None]) * b_scale[..., None, None])
 
 
 def apply_amaxes(y: jax.Array, a_amax: jax.Array, b_amax: jax.Array) -> jax.Array:

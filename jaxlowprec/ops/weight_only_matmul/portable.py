@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxlowprec.arrays.formats import Format
+from jaxlowprec.ops.scaled_matmul.portable import is_exact_in_bfloat16
 from jaxlowprec.ops.weight_only_matmul import reference
 
 if TYPE_CHECKING:
@@ -17,8 +18,7 @@ if TYPE_CHECKING:
 
 def exact_dtype(fmt: Format, x: jax.Array) -> Any:
     """The narrowest dtype that holds both operands exactly: x's own if the decoded weight fits it, else float32."""
-    exact = "float32" if fmt.scaling == "float32" and not fmt.power_of_two else "bfloat16"
-    weight = jnp.dtype(fmt.served_dtype or exact)
+    weight = jnp.dtype(fmt.served_dtype or ("bfloat16" if is_exact_in_bfloat16(fmt) else "float32"))
     return x.dtype if x.dtype == weight else jnp.dtype("float32")
 
 
