@@ -83,8 +83,9 @@ class Run:
 
     def __init__(self, out, *options):
         path = os.pathsep.join([str(EXAMPLES), python_environment()["PYTHONPATH"]])
-        patience = {"RAY_worker_register_timeout_seconds": "600"}  # for workers that start slowly on a busy machine
-        environment = python_environment(PYTHONPATH=path, **patience)
+        settings = {"RAY_worker_register_timeout_seconds": "600"}  # for workers that start slowly on a busy machine
+        settings |= {"RAY_DEDUP_LOGS": "0"}  # each worker's line at once: a stopped program would not print it later
+        environment = python_environment(PYTHONPATH=path, **settings)
         command = [sys.executable, "-u", str(EXAMPLES / "rl_ray.py"), "--out", str(out), *OPTIONS, *options]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
         for _ in range(9):  # Ray gives itself 30 seconds to start, which a busy machine may not have for it
@@ -162,9 +163,10 @@ def whole(tmp_path_factory):
     """The folder of an undisturbed run with two workers, its text, and the addresses on which it listened."""
     out = tmp_path_factory.mktemp("rl")
     with Run(out, "--rollouts", "2") as run:
+        actors = [run.latest("trainer"), run.latest("rollout", 2)]
         with run.held(1):
             raylet = next(p for p in pathlib.Path("/proc").glob("[0-9]*") if raylet_of(p, run.process.pid))
-            processes = [run.process.pid, int(raylet.name), run.latest("trainer"), run.latest("rollout", 2)]
+            processes = [run.process.pid, int(raylet.name), *actors]
             listening = set().union(*map(addresses, processes))
         assert run.wait() == 0, run.text
     return out, run.text, listening
