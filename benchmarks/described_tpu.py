@@ -3,7 +3,8 @@
     PYTHONPATH=. python benchmarks/described_tpu.py --tpu 7x --save
 
 Needs the extra tpu-check. Nothing runs on a TPU: cycles are libtpu's own estimates, for ratios only. They leave copies
-out, and a loop whose turns XLA does not tell counts once. Compilation is measured in seconds of the processor, of all
+out, and a loop whose turns XLA does not tell counts once. For Pallas kernels it has none: the instruction bundles that
+a call executes are added, without waiting for memory. Compilation is measured in seconds of the processor, of all
 threads. Rows of other commits stay in the file, to compare with; an older one is measured in its own checkout, with
 this file and tests/tpu_without_tpu copied into it.
 """
@@ -12,6 +13,11 @@ from __future__ import annotations
 
 import argparse
 import collections
+import math
+import os
+import pathlib
+import re
+import tempfile
 import time
 from collections.abc import Callable
 from typing import Any
@@ -26,6 +32,9 @@ import jaxlowprec as jlp
 from tests.tpu_without_tpu.described_tpu import TPUS, compiled, devices_of
 
 NAME = "described_tpu"
+DUMPS = pathlib.Path(tempfile.mkdtemp(prefix="described_tpu_"))  # of libtpu, which reads its options when it is loaded
+os.environ["LIBTPU_INIT_ARGS"] = f"--xla_jf_dump_to={DUMPS} --xla_jf_dump_llo_text=true"
+CHUNK = 128  # rows of a tile that our kernels take in a turn of their loop
 Case = tuple[Callable, tuple[Any, ...]]
 
 
@@ -41,8 +50,12 @@ def cases() -> dict[str, Callable[[], Case]]:
         a, b = (jax.eval_shape(lambda x, f=f: jlp.quantize(x, f), array(2048, 2048)) for f in fmt)
         return lambda a, b: jlp.scaled_matmul(a, b), (a, b)
 
-    def quantiser(fmt, **options) -> Case:
-        return lambda x: jlp.quantize_both(x, fmt, **options), (array(4096, 4096),)
+    def quantiser(fmt, quantize=jlp.quantize_both, **options) -> Case:
+        def call(x, seed):
+            key = {"key": jax.random.key(seed)} if "rounding" in options else {}
+            return quantize(x, fmt, **options, **key)
+
+        return call, (array(4096, 4096), array(dtype="uint32"))
 
     def step(recipe) -> Case:
         def gradients(x, w, dy):
@@ -54,6 +67,9 @@ def cases() -> dict[str, Callable[[], Case]]:
     block = jlp.Float8Block(), jlp.Float8Block(block=(128, 128))
     formats = {name: (fmt, fmt) for name, fmt in (("NVFP4", jlp.NVFP4()), ("MXFP8", jlp.MXFP8()))}
     formats |= {"Float8Block": block, "Float8Tensor": (jlp.Float8Tensor(),) * 2}
+    rows = {name: f for name, (f, _) in formats.items()} | {"MXFP4": jlp.MXFP4()}
+    rows |= {"NVFP4 16x16": jlp.NVFP4(block=(16, 16)), "Float8Block 128x128": block[1]}
+    rotated = {"hadamard_columnwise": True}
     recipes = {
         "bfloat16": None,
         "Float8CurrentScaling": jlp.Float8CurrentScaling(),
@@ -65,23 +81,45 @@ def cases() -> dict[str, Callable[[], Case]]:
         "scaled_matmul bfloat16": lambda: product(None),
         **{f"scaled_matmul {name}": lambda f=f: product(f) for name, f in formats.items()},
         "quantize_both copy": lambda: (lambda x: x * 2, (array(4096, 4096),)),
-        "quantize_both MXFP8": lambda: quantiser(jlp.MXFP8()),
-        "quantize_both NVFP4, RHT": lambda: quantiser(jlp.NVFP4(), hadamard_columnwise=True),
+        **{f"quantize {name}": lambda f=f: quantiser(f, jlp.quantize) for name, f in rows.items()},
+        **{f"quantize_both {name}": lambda f=f: quantiser(f) for name, f in rows.items()},
+        "quantize_both NVFP4, RHT": lambda: quantiser(jlp.NVFP4(), **rotated),
+        "quantize_both NVFP4, RHT, stochastic": lambda: quantiser(jlp.NVFP4(), **rotated, rounding="stochastic"),
         **{f"linear {name}": lambda r=r: step(r) for name, r in recipes.items()},
     }
+
+
+def kernel_bundles() -> int:
+    """The bundles that a call of each kernel of ours in the folder of dumps executes; empties the folder.
+
+    A bundle takes a cycle. Those within the grid's loop run once a tile, those of its inner loop once a chunk of rows.
+    """
+    total = 0
+    for file in DUMPS.iterdir():
+        if re.search(r"jaxlowprec_\w+\.\d+-\d+-final_bundles\.txt$", file.name):
+            text = file.read_text()
+            shapes = re.search(r"window shape is \w+\[([\d,]+)\], while the full shape is \w+\[([\d,]+)\]", text)
+            window, full = ([int(n) for n in shape.split(",")] for shape in shapes.groups())
+            tiles = math.prod(-(-n // w) for n, w in zip(full, window, strict=True))
+            for depth in re.findall(r"^\s*0x[0-9a-f]+\s+(?:\w+)?\s*:\s*(>*) \{", text, re.MULTILINE):
+                turns = window[-2] // CHUNK if len(depth) > 1 else 1
+                total += tiles * turns if depth else 1
+        file.unlink()
+    return total
 
 
 def measured(case: Case, tpu: str) -> dict[str, Any]:
     """What became of a case, and what that took."""
     function, args = case
     devices = devices_of(tpu)
+    kernel_bundles()
     started = time.process_time()
     program = compiled(function, *args, devices=devices)
     seconds = time.process_time() - started
     operands = collections.Counter(" x ".join(types) for types in program.products())
     return {
         "compile_cpu_seconds": round(seconds, 1),
-        "cycles": program.cycles,
+        "cycles": program.cycles + kernel_bundles(),
         "loops": len(program.loops),
         "gathers": len(program.gathers),
         "dropped_casts": len(program.dropped_casts),

@@ -30,6 +30,7 @@ from jaxlowprec.ops.rounding import (
     widened,
 )
 from jaxlowprec.ops.split_rows import merged_rows
+from jaxlowprec.ops.tiles import has_tiles, largest_bits
 
 
 def largest_over(amax: jax.Array, axes: Any) -> jax.Array:
@@ -112,7 +113,11 @@ NO_AMAXES = Amaxes(plain=False)
 
 def amax_of_matrices(x: jax.Array) -> jax.Array:
     """[..., R, C] -> float32 [...]: the largest magnitude; subnormals are 0, NaN the quiet NaN and above all."""
-    bits = magnitude_bits(widened(x)).max(axis=(-2, -1), initial=0)
+    return amax_of_bits(magnitude_bits(widened(x)).max(axis=(-2, -1), initial=0))
+
+
+def amax_of_bits(bits: jax.Array) -> jax.Array:
+    """The amax of the bits of the largest magnitude."""
     bits = jnp.where(bits > INFINITY_BITS, NAN_BITS, bits)
     return from_bits(jnp.where(bits < MIN_NORMAL_BITS, 0, bits))
 
@@ -122,6 +127,15 @@ def rotated_amax(x: jax.Array, hadamard: Hadamard) -> jax.Array:
     return amax_of_matrices(
         rotate_padded(rounded(jnp.swapaxes(x, -1, -2)), hadamard)
     )  # x may be a product in the same program
+
+
+def tpu_call(amaxes: Amaxes, x: jax.Array) -> list[jax.Array]:
+    """The amaxes of x by the kernel for TPUs, where XLA would make several passes."""
+    x = amaxes.matrix(x)
+    if amaxes.hadamard is None or not has_tiles(x):
+        return dataclasses.replace(amaxes, rows_split=False).reference(x)
+    rotations = [None] * amaxes.plain + [amaxes.hadamard]
+    return [amax_of_bits(bits) for bits in largest_bits(x, rotations)]
 
 
 def native_call(amaxes: Amaxes, x: jax.Array, vmap_method: str | None = None) -> Sequence[Any]:
@@ -144,6 +158,7 @@ def amax_op(amaxes: Amaxes, implementation: Implementation) -> wiring.Op:
         outputs=lambda x: amaxes.outputs(x),
         reference=lambda x: amaxes.reference(x),
         native=lambda x: native_call(amaxes, amaxes.matrix(x)),
+        on_one_device={"tpu": functools.partial(tpu_call, amaxes)},
         collective=largest_over,
         **choose("quantize", implementation),
     )

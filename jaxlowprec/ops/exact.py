@@ -143,26 +143,41 @@ def steps_of(a: jax.Array, numbers: Element) -> tuple[jax.Array, jax.Array]:
     """Magnitudes up to the largest of a 4- or 8-bit float, in steps of their binade.
 
     Returns:
-        base: uint32; the codes are base + rounded steps.
+        base: int32; the codes are base + rounded steps.
         steps: float32, exact. Subnormal numbers have the steps of the least binade.
     """
     mantissa, least = numbers.mantissa_bits, 128 - numbers.exponent_bias
-    exponent = jnp.maximum(magnitude_bits(a) >> 23, least)
+    exponent = jnp.maximum((magnitude_bits(a) >> 23).astype(jnp.int32), least)
     return (exponent - least) << mantissa, a * from_bits((254 + mantissa - exponent) << 23)
 
 
 def e4m3_byte(x: jax.Array) -> jax.Array:
-    """E4M3_rne_sat of magnitudes: uint32, 0 to 0x7E; undefined for NaN."""
-    numbers = ELEMENTS["e4m3"]
-    base, steps = steps_of(jnp.minimum(x, numbers.maximum), numbers)
-    return base + jnp.rint(steps).astype(jnp.uint32)
+    """E4M3_rne_sat of magnitudes: int32, 0 to 0x7E; undefined for NaN."""
+    return nearest(x, ELEMENTS["e4m3"])
+
+
+def nearest(a: jax.Array, numbers: Element) -> jax.Array:
+    """Codes of magnitudes, int32: nearest, ties to the even code, saturating; undefined for NaN.
+
+    A number whose unit in the last place is a step of the format is added, so that float32's addition rounds.
+    """
+    a = jnp.minimum(a, numbers.maximum)
+    fraction, least = 23 - numbers.mantissa_bits, 128 - numbers.exponent_bias
+    binade = jnp.maximum(from_bits(magnitude_bits(a) & INFINITY_BITS), jnp.float32(2.0 ** (least - 127)))
+    rounder = binade * jnp.float32(2.0**fraction)
+    steps = _bits(a + rounder) - _bits(rounder)
+    return steps + ((_bits(binade) >> fraction) - (least << numbers.mantissa_bits))
+
+
+def _bits(x: jax.Array) -> jax.Array:
+    return jax.lax.bitcast_convert_type(x, jnp.int32)
 
 
 def e4m3_value(byte: jax.Array) -> jax.Array:
     """The float32 numbers of the E4M3 bytes 0 to 0x7E."""
-    byte = byte.astype(jnp.uint32)
+    byte = byte.astype(jnp.int32)
     normal = from_bits((byte + (120 << 3)) << 20)
-    return jnp.where(byte < 8, byte.astype(jnp.int32).astype(jnp.float32) * jnp.float32(2.0**-9), normal)
+    return jnp.where(byte < 8, byte.astype(jnp.float32) * jnp.float32(2.0**-9), normal)
 
 
 def e2m1_value(code: jax.Array) -> jax.Array:

@@ -147,6 +147,13 @@ def hadamard_op(hadamard: Hadamard, vertical: bool, inverse: bool, implementatio
     )
 
 
+def butterfly(each: list[jax.Array]) -> list[jax.Array]:
+    """16 arrays times H, elementwise: pairs (a, b) -> (a + b, a - b) at strides 1, 2, 4 and 8."""
+    for stride in (1, 2, 4, 8):
+        each = [each[i ^ stride] - each[i] if i & stride else each[i] + each[i ^ stride] for i in range(16)]
+    return each
+
+
 def _butterfly(v: jax.Array) -> jax.Array:
     """v H along the last axis, of 16 numbers or more: pairs (a, b) -> (a + b, a - b) at strides 1, 2, 4, ...
 
@@ -154,9 +161,7 @@ def _butterfly(v: jax.Array) -> jax.Array:
     """
     n = v.shape[-1]
     parts = v.reshape(*v.shape[:-1], n // 16, 16)
-    each = [parts[..., i] for i in range(16)]
-    for stride in (1, 2, 4, 8):
-        each = [each[i ^ stride] - each[i] if i & stride else each[i] + each[i ^ stride] for i in range(16)]
+    each = butterfly([parts[..., i] for i in range(16)])
     v, stride = jnp.stack(each, axis=-1).reshape(v.shape), 16
     while stride < n:
         pairs = v.reshape(*v.shape[:-1], n // (2 * stride), 2, stride)

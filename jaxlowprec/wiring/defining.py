@@ -84,10 +84,10 @@ def _as_by_default() -> Iterator[None]:
         yield
 
 
-def _lowering(body: Body) -> Callable[..., Any]:
-    lower = mlir.lower_fun(body, multiple_results=True)
-
+def _lowering(body: Body, on_one_device: Body | None = None) -> Callable[..., Any]:
     def rule(ctx: Any, *args: Any) -> Any:
+        chosen = on_one_device if on_one_device and _is_on_one_device(ctx) else body
+        lower = mlir.lower_fun(chosen, multiple_results=True)
         avals_in, avals_out = (
             [jax.core.ShapedArray(a.shape, a.dtype) for a in avals] for avals in (ctx.avals_in, ctx.avals_out)
         )
@@ -95,6 +95,14 @@ def _lowering(body: Body) -> Callable[..., Any]:
             return lower(ctx.replace(avals_in=avals_in, avals_out=avals_out), *args)
 
     return rule
+
+
+def _is_on_one_device(ctx: Any) -> bool:
+    """Whether what is lowered runs on one device: all of the program, or the body of a shard_map over all mesh axes."""
+    context = ctx.module_context.axis_context
+    if (manual := getattr(context, "manual_axes", None)) is not None:
+        return {*manual, *context.mesh.manual_axes} == {*context.mesh.axis_names}
+    return getattr(context, "num_devices", None) == 1
 
 
 def _unless_empty(native: Body, reference: Body) -> Body:
@@ -154,6 +162,7 @@ def define(
     when_split: Body | None = None,
     out_spec: PartitionSpec | None = None,
     portable: Body | Mapping[str | None, Body] | None = None,
+    on_one_device: Mapping[str, Body] | None = None,
     fenced: bool = False,
     elsewhere: Elsewhere = "reference",
     by_reference: Sequence[str] = (),
@@ -180,6 +189,8 @@ def define(
         out_spec: in explicit mode, the wanted partition of the first result; followed as far as the rule allows.
         portable: as `reference`, for compilers of any platform to make fast: its bytes need not be the kernels'. A
             mapping has a body for each of some platforms, and under None that for all others. None: the reference.
+        on_one_device: as `portable`, by platform, preferred to it where a program runs on one device, or the op is in a
+            shard_map over all mesh axes: kernels that the platform's compiler cannot split.
         fenced: whether portable results are stored before they are read. Without it XLA computes them again in each
             reader's loop; an FFI call's results are stored anyway.
         elsewhere: what computes the op on platforms without a native body; "refused" raises NotImplementedError.
@@ -196,6 +207,7 @@ def define(
             mapping = native if isinstance(native, Mapping) else dict.fromkeys(platforms, native)
             native = {platform: _without_last(body) for platform, body in mapping.items()}
         bodies = {platform: _without_last(body) for platform, body in bodies.items()}
+        on_one_device = {platform: _without_last(body) for platform, body in (on_one_device or {}).items()}
     primitive: Any = Primitive(name)
     primitive.multiple_results = True
     collectives = [collective] * len(rule.results) if callable(collective) else collective
@@ -233,8 +245,10 @@ def define(
         body = bodies.get(platform) or bodies[None]
         return _fenced(body) if fenced else body
 
-    for platform in dict.fromkeys([*bodies, *by_reference, *(missing or ())]):
-        mlir.register_lowering(primitive, _lowering(body_elsewhere(platform)), platform=platform)
+    kernels = on_one_device if on_one_device and elsewhere == "portable" else {}
+    for platform in dict.fromkeys([*bodies, *kernels, *by_reference, *(missing or ())]):
+        kernel = _unless_empty(kernels[platform], reference) if platform in kernels else None
+        mlir.register_lowering(primitive, _lowering(body_elsewhere(platform), kernel), platform=platform)
     primitive.native = {}  # the kernels' calls by platform: tests make them without a compiled program
     if native:
         for platform in platforms:

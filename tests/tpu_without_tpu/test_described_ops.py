@@ -6,8 +6,12 @@ import importlib
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import jaxlowprec as jlp
+from jaxlowprec.ops.activations.quantized import quantized_activation
+from tests.sharding.meshes import mesh_of
 from tests.tpu_without_tpu.described_tpu import ESTIMATES, by_tpu, compiled, devices_of
 
 SIZE = 256
@@ -56,6 +60,35 @@ class TestQuantisers:
 
         found = compiled(quantize, X, KEY, devices=devices_of(tpu))
         assert found.faults == [] and found.products() == []
+
+    def kernels(self, function, *args):
+        """How many Pallas kernels the program has."""
+        found = compiled(function, *args, devices=devices_of("7x"))
+        assert found.faults == []
+        return len([i for i in found.of_kind("custom-call") if "/pallas_call" in i.origin])
+
+    @by_format
+    def test_one_kernel_on_one_chip(self, name):
+        assert self.kernels(lambda x: jlp.quantize_both(x, FORMATS[name]), X) == 1
+
+    def test_two_where_columns_are_rotated(self):
+        """The amax of the rotated columns is needed first."""
+        assert self.kernels(lambda x: jlp.quantize_both(x, jlp.NVFP4(), hadamard_columnwise=True), X) == 2
+
+    def test_an_activation(self):
+        """XLA computes it, and a kernel quantises it."""
+        assert self.kernels(lambda x: quantized_activation("gelu", jlp.MXFP8(), [x]), X) == 1
+
+    def test_four_chips(self):
+        """A kernel in shard_map; under jit XLA partitions its own operations."""
+        mesh = mesh_of((4,), names="x", devices=devices_of("7x"))
+        x = jax.ShapeDtypeStruct((4 * SIZE, SIZE), jnp.bfloat16, sharding=NamedSharding(mesh, P("x")))
+
+        def quantize(x):
+            return jlp.quantize(x, jlp.MXFP8()).data
+
+        assert self.kernels(quantize, x) == 0
+        assert self.kernels(jax.shard_map(quantize, mesh=mesh, in_specs=P("x"), out_specs=P("x")), x) == 1
 
     @by_tpu
     @pytest.mark.parametrize("name", INT4S)

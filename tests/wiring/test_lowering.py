@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from jaxlowprec.wiring.defining import ShardingRule, define
-from tests.sharding.meshes import mesh_of, place
+from tests.sharding.meshes import by_axis_type, mesh_of, place
 from tests.wiring.small_ops import BLOCK, RULE, assert_right, block_sums, body, operands, outputs, reference_only
 
 
@@ -45,6 +45,55 @@ def test_only_the_chosen_body_is_traced(platform, ran):
     op = plus_one("recorded", traced, platforms=("cpu",))
     jax.jit(lambda x: op(x)).trace(jnp.ones(4)).lower(lowering_platforms=(platform,))
     assert traced == [(ran, (4,))]
+
+
+class TestOnOneDevice:
+    """A body that the platform's compiler cannot split over devices."""
+
+    def ran(self, function, *args, platform="tpu", **options):
+        traced = []
+        bodies = {which: lambda x, w=which: [traced.append(w) or x + 1] for which in ("portable", "alone", "reference")}
+        op = define(
+            "alone",
+            rule=ShardingRule("... r -> ... r"),
+            outputs=lambda x: [(x.shape, x.dtype)],
+            reference=bodies["reference"],
+            portable=bodies["portable"],
+            on_one_device={"tpu": bodies["alone"]},
+            **{"elsewhere": "portable", **options},
+        )
+        jax.jit(lambda *args: function(op, *args)).trace(*args).lower(lowering_platforms=(platform,))
+        return traced
+
+    def test_a_program_of_one(self):
+        assert self.ran(lambda op, x: op(x), jnp.ones(4)) == ["alone"]
+        assert self.ran(lambda op, x: op(x), jnp.ones(4), platform="cuda") == ["portable"]
+        assert self.ran(lambda op, x: op(x), jnp.ones(4), elsewhere="reference") == ["reference"]
+
+    def test_nothing_to_do(self):
+        assert self.ran(lambda op, x: op(x), jnp.ones(0)) == ["reference"]
+
+    @by_axis_type
+    def test_a_program_of_several(self, axis_type):
+        x = place(jnp.ones(8), mesh_of((4,), axis_type), P("a"))
+        assert self.ran(lambda op, x: op(x), x) == ["portable"]
+
+    def test_in_shard_map_over_all_axes(self):
+        mesh = mesh_of((2, 2))
+
+        def within(op, x):
+            return jax.shard_map(lambda x: op(x)[0], mesh=mesh, in_specs=P("a"), out_specs=P("a"))(x)
+
+        assert self.ran(within, place(jnp.ones(8), mesh, P("a"))) == ["alone"]
+
+    def test_in_shard_map_over_some_axes(self):
+        mesh = mesh_of((2, 2))
+
+        def within(op, x):
+            mapped = jax.shard_map(lambda x: op(x)[0], mesh=mesh, in_specs=P("a"), out_specs=P("a"), axis_names={"a"})
+            return mapped(x)
+
+        assert self.ran(within, place(jnp.ones(8), mesh, P("a"))) == ["portable"]
 
 
 @pytest.mark.parametrize(("platform", "ran"), [("cpu", "on the CPU"), ("cuda", "on the GPU"), ("tpu", "reference")])

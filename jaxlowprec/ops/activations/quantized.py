@@ -143,9 +143,9 @@ def _define(
 
         return run
 
-    def run_reference(*args: jax.Array) -> Sequence[jax.Array]:
+    def run_reference(*args: jax.Array, quantize_by: Callable = quantize.reference_call) -> Sequence[jax.Array]:
         made = make(*args[:operands])
-        return [array for y in made for array in quantize.reference_call(of_matrix, y, *args[operands:])]
+        return [array for y in made for array in quantize_by(of_matrix, y, *args[operands:])]
 
     def run_native(x: jax.Array, *rest: jax.Array, column_major: bool = False) -> Sequence[jax.Array]:
         found = [jax.ShapeDtypeStruct(*result) for result in quantize.shapes(of_matrix, x)] * results
@@ -166,6 +166,7 @@ def _define(
         outputs=lambda x, *_: quantize.shapes(quantized, x) * results,
         reference=on_matrices(run_reference),
         native={"cpu": on_matrices(run_native), "cuda": on_matrices(run_on_gpu)},
+        on_one_device={"tpu": on_matrices(functools.partial(run_reference, quantize_by=quantize.tpu_call))},
         fenced=True,
         **choose("activation", implementation),
     )

@@ -18,7 +18,7 @@ from jaxlowprec.ops.dequantize import code_values, scale_values
 from jaxlowprec.ops.grouped_matmul.groups import Groups, Slots
 from jaxlowprec.ops.hadamard import rotate_padded
 from jaxlowprec.ops.quantize.random_bits import Draws
-from jaxlowprec.ops.quantize.reference import quantize_rows, tensor_scale
+from jaxlowprec.ops.quantize.reference import quantize_rows, tensor_factors
 from jaxlowprec.ops.rounding import from_bits, magnitude_bits, rounded
 
 CHUNK = 128  # rows that are multiplied together
@@ -111,7 +111,7 @@ def quantize_columnwise(
 
 def _tensor_scales(tensor: Any, groups: Groups, fmt: Format, encode_scale_given: bool) -> jax.Array:
     """One scale per group; 1 where it is empty."""
-    return jnp.where(groups.count > 0, tensor_scale(tensor, fmt, encode_scale_given)[0], 1.0)
+    return jnp.where(groups.count > 0, tensor_factors(tensor, fmt, encode_scale_given).decode, 1.0)
 
 
 def where_else_zero(there: jax.Array, x: jax.Array) -> jax.Array:

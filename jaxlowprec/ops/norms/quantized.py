@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -113,9 +113,9 @@ def norm_quantize_op(spec: NormSpec, quantized: QuantizeSpec) -> wiring.Op:
 
         return run
 
-    def run_reference(*args: jax.Array) -> Sequence[jax.Array]:
+    def run_reference(*args: jax.Array, quantize_by: Callable = quantize.reference_call) -> Sequence[jax.Array]:
         y, *others = norm.reference_call(spec, *args[:operands])
-        return [*others, *quantize.reference_call(quantized, y, *args[operands:])]
+        return [*others, *quantize_by(quantized, y, *args[operands:])]
 
     def run_native(x: jax.Array, *rest: jax.Array, column_major: bool = False) -> Sequence[jax.Array]:
         shapes = norm.shapes(spec, x)[1:] + quantize.shapes(dataclasses.replace(quantized, rows_split=False), x)
@@ -136,6 +136,7 @@ def norm_quantize_op(spec: NormSpec, quantized: QuantizeSpec) -> wiring.Op:
         outputs=outputs,
         reference=on_matrix(run_reference),
         native={"cpu": on_matrix(run_native), "cuda": on_matrix(run_on_gpu)},
+        on_one_device={"tpu": on_matrix(functools.partial(run_reference, quantize_by=quantize.tpu_call))},
         fenced=True,
         **choose("norm", spec.implementation),
     )

@@ -22,7 +22,7 @@ from jaxlowprec.ops import scale_order
 from jaxlowprec.ops.amax import Amaxes, amax_op, largest_over
 from jaxlowprec.ops.checks import Implementation, choose
 from jaxlowprec.ops.hadamard import rotate_padded
-from jaxlowprec.ops.quantize import reference
+from jaxlowprec.ops.quantize import reference, tpu
 from jaxlowprec.ops.quantize.random_bits import Draws
 from jaxlowprec.ops.quantize.reference import FIRST_STREAM
 from jaxlowprec.ops.rounding import MAX_FINITE, flush
@@ -168,7 +168,8 @@ def quantize_op(spec: QuantizeSpec, implementation: Implementation) -> wiring.Op
     def run_on_gpu(*operands: jax.Array) -> Sequence[jax.Array]:
         return native_call(spec, *operands, column_major=scale_order.is_column_major(spec.format))
 
-    bodies: list[Callable] = [functools.partial(reference_call, spec), functools.partial(native_call, spec), run_on_gpu]
+    calls = reference_call, native_call, tpu_call
+    bodies: list[Callable] = [*(functools.partial(call, spec) for call in calls), run_on_gpu]
     if spec.rows_split:
         bodies = [on_matrix(body) for body in bodies]
     return wiring.define(
@@ -176,7 +177,8 @@ def quantize_op(spec: QuantizeSpec, implementation: Implementation) -> wiring.Op
         rule=rule.of_op([f"{rule.lines} {rule.columns}"], []),
         outputs=lambda x, *_: shapes(spec, x),
         reference=bodies[0],
-        native={"cpu": bodies[1], "cuda": bodies[2]},
+        native={"cpu": bodies[1], "cuda": bodies[3]},
+        on_one_device={"tpu": bodies[2]},
         fenced=True,
         **choose("quantize", implementation),
     )
@@ -217,7 +219,8 @@ def reference_call(spec: QuantizeSpec, x: jax.Array, *operands: jax.Array) -> li
     out: list[jax.Array] = []
     for i in range(spec.directions):
         columnwise = i == 1 or not spec.rowwise
-        values = jnp.swapaxes(x, -1, -2) if columnwise else x
+        # stored transposed: XLA would share float32 numbers between the directions, and copy them
+        values = jax.lax.optimization_barrier(jnp.swapaxes(x, -1, -2)) if columnwise else x
         if columnwise and spec.hadamard:
             values = rotate_padded(values, spec.hadamard)
         tensor = tensors[i] if tensors else None
@@ -226,6 +229,12 @@ def reference_call(spec: QuantizeSpec, x: jax.Array, *operands: jax.Array) -> li
         options = spec.encode_scale_given, draws, columnwise, spec.eden
         out += reference.quantize_rows(values, spec.format, tensor, *options)
     return out
+
+
+def tpu_call(spec: QuantizeSpec, x: jax.Array, *operands: jax.Array) -> list[jax.Array]:
+    """The results of `reference_call` by the kernel for TPUs, if that has the variant."""
+    call = tpu.quantize if tpu.serves(spec, x) else reference_call
+    return call(spec, x, *operands)
 
 
 # --- x [..., S, R, C] with split rows, quantised as the matrix of the merged rows

@@ -44,7 +44,8 @@ def _round(_: int, state: tuple[Words, Words]) -> tuple[Words, Words]:
     return counter, (k0 + jnp.uint32(_KEY_STEPS[0]), k1 + jnp.uint32(_KEY_STEPS[1]))
 
 
-def _ten_rounds(counter: Words, key: Words, unroll: int = 1) -> Words:
+def ten_rounds(counter: Words, key: Words, unroll: int = 1) -> Words:
+    """`philox4x32` as a loop, of which so many rounds are one turn."""
     return jax.lax.fori_loop(0, 10, _round, (counter, key), unroll=unroll)[0]
 
 
@@ -56,8 +57,8 @@ def philox4x32(counter: Words, key: Words) -> Words:
     """
     nothing = functools.reduce(jnp.bitwise_or, (*counter, *key)) & 0  # shaped, sharded and varying as the results are
     counter = tuple(c | nothing for c in counter)
-    unrolled = functools.partial(_ten_rounds, unroll=10)
-    return jax.lax.platform_dependent(counter, key, cpu=_ten_rounds, default=unrolled)
+    unrolled = functools.partial(ten_rounds, unroll=10)
+    return jax.lax.platform_dependent(counter, key, cpu=ten_rounds, default=unrolled)
 
 
 def words_at(

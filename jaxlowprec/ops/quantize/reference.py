@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from jaxlowprec.arrays.formats import Element, Format
-from jaxlowprec.ops.exact import e2m1_value, e4m3_byte, e4m3_value, quotient, steps_of
+from jaxlowprec.ops.exact import e2m1_value, e4m3_byte, e4m3_value, nearest, quotient, steps_of
 from jaxlowprec.ops.quantize.random_bits import Draws, random_bytes, random_words_of
 from jaxlowprec.ops.rounding import (
     INFINITY_BITS,
@@ -35,41 +35,86 @@ LARGEST_BYTE = 0x7E  # of E4M3
 FIRST_STREAM = 2  # of scales rowwise; 3: columnwise
 
 
-def e2m1_nearest(a: jax.Array) -> jax.Array:
-    """Codes 0 to 7 of magnitudes: nearest, ties to the even code, saturating."""
-    steps = [a > 0.25, a >= 0.75, a > 1.25, a >= 1.75, a > 2.5, a >= 3.5, a > 5.0]
-    return sum((step.astype(jnp.uint8) for step in steps), jnp.uint8(0))
-
-
 def stochastic(a: jax.Array, numbers: Element, byte: jax.Array) -> jax.Array:
-    """Codes of magnitudes, rounded up where the fraction of a step is at least (255.5 - byte) / 256, saturating."""
+    """Codes of magnitudes, int32, saturating: rounded up where the fraction of a step is (255.5 - byte) / 256 or more.
+
+    `byte`: random, 0 to 255.
+    """
     base, steps = steps_of(jnp.minimum(a, numbers.maximum), numbers)
     low = jnp.floor(steps)
     up = steps - low >= (255.5 - byte.astype(jnp.float32)) * (1 / 256)
-    return (base + low.astype(jnp.uint32) + up).astype(jnp.uint8)
+    return base + low.astype(jnp.int32) + up.astype(jnp.int32)
 
 
-def float8(a: jax.Array, fmt: Format, byte: jax.Array | None) -> jax.Array:
-    """Codes of magnitudes, saturating; NaN if not finite. With a byte for each, rounded stochastically."""
-    if byte is None:
-        base, steps = steps_of(jnp.minimum(a, fmt.maximum), fmt.numbers)
-        code = (base + jnp.rint(steps).astype(jnp.uint32)).astype(jnp.uint8)
+def signed_codes(values: jax.Array, encode: jax.Array, fmt: Format, byte: jax.Array | None) -> jax.Array:
+    """Codes, int32, of float32 numbers times a factor: zeros where the factor is NaN, and +0 of zeros of either sign,
+    subnormal float32 numbers among them.
+
+    `byte`: for each number, where it is rounded stochastically. A number that is not finite is NaN; only formats with
+    one scale per tensor have such among others.
+    """
+    bits = magnitude_bits(values)
+    magnitude = from_bits(bits) * encode
+    code = nearest(magnitude, fmt.numbers) if byte is None else stochastic(magnitude, fmt.numbers, byte)
+    poison = jnp.isnan(magnitude)
+    if fmt.scaling == "tensor":
+        code = jnp.where(bits < INFINITY_BITS, code, FLOAT8_NAN)
+        poison = jnp.isnan(encode)
+    negative = (jax.lax.bitcast_convert_type(values, jnp.uint32) >> 31).astype(jnp.int32)
+    return jnp.where(poison | (bits < MIN_NORMAL_BITS), 0, code | negative << (3 if fmt.packed else 7))
+
+
+# --- scales
+
+
+class TensorFactors(NamedTuple):
+    """The factors that follow from the amax [...] of a format with a tensor scale: float32, NaN if it is poisoned.
+
+    Attributes:
+        encode: S_enc of NVFP4, or the factor of the elements.
+        decode: its reciprocal.
+    """
+
+    encode: jax.Array
+    decode: jax.Array
+
+
+def tensor_factors(tensor: jax.Array, fmt: Format, given: bool = False, largest: float = NVFP4_MAX) -> TensorFactors:
+    """The factors of an amax or, if `given`, of the factor itself, which must be positive and finite.
+
+    `largest`: what NVFP4 makes of the amax.
+    """
+    bits, value = magnitude_bits(tensor), flush(tensor)
+    bad = (bits >= INFINITY_BITS) | (value <= 0 if given else value < 0)
+    if fmt.scaling == "two_level":
+        encode = tensor_encode(value, largest)
     else:
-        code = stochastic(a, fmt.numbers, byte)
-    return jnp.where(jnp.isfinite(a), code, jnp.uint8(FLOAT8_NAN))
+        encode = value if given else float32_scale(from_bits(jnp.where(bad, 0, bits)), fmt)
+    return TensorFactors(*(jnp.where(bad, jnp.nan, number) for number in (encode, quotient(1.0, encode))))
 
 
-# --- scales: of blocks with the given amax bits [..., R/h, C/b] -> stored, what to multiply by, which are poisoned
+def block_scales(bits: jax.Array, fmt: Format, tensor: TensorFactors | None) -> tuple[jax.Array, jax.Array]:
+    """The scales of blocks, from the bits of their amaxes, int32: elementwise.
 
-
-def two_level(bits: jax.Array, tensor: jax.Array, largest: float = NVFP4_MAX) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """NVFP4: an E4M3 scale per block, relative to the tensor's amax, which becomes `largest`."""
-    g = flush(tensor)[..., None, None]
-    encode = tensor_encode(g, largest)
-    multiplier = encode * jnp.float32(1 / 6)
-    bad = poisoned(bits, g)
-    scale = e4m3_byte(from_bits(bits) * multiplier)
-    return stored_e4m3(scale, bad), block_encode(e4m3_value(scale), encode), bad
+    Returns:
+        scale: what is stored: float32, or the byte as int32.
+        encode: float32, the factor of the elements; NaN where a block is poisoned.
+    """
+    bits = jnp.where(bits < MIN_NORMAL_BITS, 0, bits)
+    bad = bits >= INFINITY_BITS
+    if fmt.scaling == "two_level":
+        assert tensor is not None
+        bad = bad | jnp.isnan(tensor.encode)
+        scale = e4m3_byte(from_bits(bits) * (tensor.encode * jnp.float32(1 / 6)))
+        encode = block_encode(e4m3_value(scale), tensor.decode)
+        poison: Any = FLOAT8_NAN
+    elif fmt.scaling == "e8m0":
+        scale = e8m0_exponent(bits, fmt)
+        encode, poison = from_bits((254 - scale) << 23), E8M0_NAN
+    else:
+        encode = float32_scale(from_bits(jnp.where(bad, 0, bits)), fmt)
+        scale, poison = quotient(1.0, encode), jnp.nan
+    return jnp.where(bad, poison, scale), jnp.where(bad, jnp.nan, encode)
 
 
 def tensor_encode(g: jax.Array, largest: float) -> jax.Array:
@@ -77,34 +122,22 @@ def tensor_encode(g: jax.Array, largest: float) -> jax.Array:
     return jnp.where(g == 0, 1.0, jnp.minimum(quotient(largest, g), LARGEST_ENCODE))
 
 
-def poisoned(bits: jax.Array, g: jax.Array) -> jax.Array:
-    """Mask of the blocks of NVFP4 that become NaN."""
-    return (bits >= INFINITY_BITS) | (magnitude_bits(g) >= INFINITY_BITS) | (g < 0)
+def block_encode(scale: jax.Array, decode: jax.Array) -> jax.Array:
+    """The factor of the elements of a block of NVFP4, from its scale and the reciprocal of S_enc."""
+    return jnp.minimum(quotient(1.0, flush(scale * decode)), MAX_FINITE)
 
 
-def stored_e4m3(byte: jax.Array, bad: jax.Array) -> jax.Array:
-    """Scales from their bytes; NaN where they are poisoned."""
-    return jax.lax.bitcast_convert_type(jnp.where(bad, FLOAT8_NAN, byte).astype(jnp.uint8), jnp.float8_e4m3fn)
-
-
-def block_encode(scale: jax.Array, encode: jax.Array) -> jax.Array:
-    """The factor of the elements of a block with a float32 scale."""
-    return jnp.minimum(quotient(1.0, flush(scale * quotient(1.0, encode))), MAX_FINITE)
-
-
-def e8m0(bits: jax.Array, fmt: Format) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """MX: a power of two per block."""
+def e8m0_exponent(bits: jax.Array, fmt: Format) -> jax.Array:
+    """MX: a power of two per block, as its stored exponent."""
     if fmt.scale_rule == "up":
-        exponent = (magnitude_bits(flush(from_bits(bits) * jnp.float32(1 / fmt.maximum))) + 0x7FFFFF) >> 23
+        low = magnitude_bits(flush(from_bits(bits) * jnp.float32(1 / fmt.maximum))).astype(jnp.int32)
+        exponent = (low + 0x7FFFFF) >> 23
     else:
         half_unit = 1 << (22 - fmt.numbers.mantissa_bits)
         rounded = bits + (half_unit if fmt.scale_rule == "even" else 0)
         largest = fmt.numbers.largest_exponent
         exponent = jnp.maximum(rounded >> 23, largest) - largest
-    exponent = jnp.where(bits < MIN_NORMAL_BITS, 0, jnp.maximum(exponent, 1))
-    bad = bits >= INFINITY_BITS
-    stored = jnp.where(bad, E8M0_NAN, exponent).astype(jnp.uint8)
-    return jax.lax.bitcast_convert_type(stored, jnp.float8_e8m0fnu), from_bits((254 - exponent) << 23), bad
+    return jnp.where(bits < MIN_NORMAL_BITS, 0, jnp.maximum(exponent, 1))
 
 
 def float32_scale(amax: jax.Array, fmt: Format) -> jax.Array:
@@ -116,19 +149,11 @@ def float32_scale(amax: jax.Array, fmt: Format) -> jax.Array:
     return encode
 
 
-def float32(bits: jax.Array, fmt: Format) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """FP8 blockwise: a float32 per block."""
-    bad = bits >= INFINITY_BITS
-    encode = float32_scale(from_bits(jnp.where(bad, 0, bits)), fmt)
-    return jnp.where(bad, jnp.nan, quotient(1.0, encode)), encode, bad
-
-
-def tensor_scale(tensor: jax.Array, fmt: Format, given: bool) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """One float32 per tensor, from its amax or, if `given`, the factor itself, which must be positive and finite."""
-    bits, value = magnitude_bits(tensor), flush(tensor)
-    bad = (bits >= INFINITY_BITS) | (value <= 0 if given else value < 0)
-    encode = value if given else float32_scale(from_bits(jnp.where(bad, 0, bits)), fmt)
-    return jnp.where(bad, jnp.nan, quotient(1.0, encode)), encode[..., None, None], bad[..., None, None]
+def stored(scale: jax.Array, fmt: Format) -> jax.Array:
+    """Scales in the dtype of the format, from those of `block_scales`."""
+    if fmt.scaling not in ("two_level", "e8m0"):
+        return scale
+    return jax.lax.bitcast_convert_type(scale.astype(jnp.uint8), fmt.scale_dtype)
 
 
 # --- the best of several scales (numerics.md 13)
@@ -136,38 +161,35 @@ def tensor_scale(tensor: jax.Array, fmt: Format, given: bool) -> tuple[jax.Array
 
 def best_of_scales(
     magnitude: jax.Array, bits: jax.Array, tensor: jax.Array, fmt: Format, transposed: bool
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Scales [..., R/h, C/b], codes without signs and which blocks are poisoned, of NVFP4 whose scales are chosen.
+) -> tuple[jax.Array, jax.Array]:
+    """Scales [..., R/h, C/b] and the factors of their blocks, as those of `block_scales`, of NVFP4 that chooses scales.
 
-    `magnitude` [..., R/h, h, C/b, b] are the elements' magnitudes, `bits` and `tensor` the amaxes as for `two_level`.
-    `transposed`: they are those of the transposed array.
+    `magnitude` [..., R/h, h, C/b, b] are the elements' magnitudes, `bits` those of blocks' amaxes, `tensor` [...] the
+    amax. `transposed`: they are those of the transposed array.
     """
     g = flush(tensor)[..., None, None]
-    encode = tensor_encode(g, NVFP4_MAX_WITH_ROOM)
+    factors = tensor_factors(g, fmt, largest=NVFP4_MAX_WITH_ROOM)
+    bad = (bits >= INFINITY_BITS) | jnp.isnan(factors.encode)
+    encode, decode = (jnp.where(jnp.isnan(factor), 1.0, factor) for factor in factors)
 
-    def tried(scale: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        codes = e2m1_nearest(magnitude * block_encode(scale, encode)[..., None, :, None])
+    def tried(byte: jax.Array) -> tuple[jax.Array, jax.Array]:
+        scale = e4m3_value(byte)
+        codes = nearest(magnitude * block_encode(scale, decode)[..., None, :, None], fmt.numbers)
         errors = element_errors(magnitude, codes, scale, (g, encode), fmt)
-        return scale, codes, block_error(jnp.swapaxes(errors, -3, -1) if transposed and fmt.tiles else errors)
+        return byte, block_error(jnp.swapaxes(errors, -3, -1) if transposed and fmt.tiles else errors)
 
-    first, *others = map(tried, candidate_scales(bits, encode, fmt))
-    scale, codes, error = first
-    for other in others:
-        better = other[2] < error  # an equal error keeps the earlier scale
-        scale, error = jnp.where(better, other[0], scale), jnp.where(better, other[2], error)
-        codes = jnp.where(better[..., None, :, None], other[1], codes)
-    bad = poisoned(bits, g)
-    return stored_e4m3(e4m3_byte(scale), bad), codes, bad
+    (byte, error), *others = map(tried, candidate_scales(bits, encode, fmt))
+    for other, its_error in others:
+        better = its_error < error  # an equal error keeps the earlier scale
+        byte, error = jnp.where(better, other, byte), jnp.where(better, its_error, error)
+    return jnp.where(bad, FLOAT8_NAN, byte), jnp.where(bad, jnp.nan, block_encode(e4m3_value(byte), decode))
 
 
 def candidate_scales(bits: jax.Array, encode: jax.Array, fmt: Format) -> list[jax.Array]:
-    """The scales that a rule tries, in order, as float32."""
+    """The scales that a rule tries, in order, as bytes."""
     base = flush(quotient(from_bits(bits), 6.0) * encode)
     six, four = e4m3_byte(base), e4m3_byte(base * 1.5)
-    found = [six, four]
-    if fmt.scale_rule == "search":
-        found.append(six - (six >= 2))
-    return [e4m3_value(byte) for byte in found]
+    return [six, four, six - (six >= 2)] if fmt.scale_rule == "search" else [six, four]
 
 
 def element_errors(
@@ -229,64 +251,49 @@ def quantize_rows(
     `transposed`: x is the transposed array, which matters for the order of sums only.
     """
     count, columns = x.shape[-2:]
-    blocks = blocks_of(widened(x), fmt)
-    canonical = jnp.where(magnitude_bits(blocks) < MIN_NORMAL_BITS, 0.0, blocks)  # zeros of either sign are +0
-    code = None
-    if tensor is not None and fmt.scaling == "tensor":
-        scale, encode, bad = tensor_scale(tensor, fmt, encode_scale_given)
+    values = blocks_of(widened(x), fmt)
+    magnitude = jnp.abs(flush(values)) if fmt.chooses_scales or eden else values  # the others flush codes
+    if fmt.scaling == "tensor" and tensor is not None:
+        factors = tensor_factors(tensor, fmt, encode_scale_given)
+        scale, encode = factors.decode, factors.encode[..., None, None]
     else:
-        bits = magnitude_bits(blocks).max(axis=(-3, -1), initial=0)  # [..., R/h, C/b]
+        bits = magnitude_bits(values).astype(jnp.int32)  # [..., R/h, C/b] after both steps
+        bits = bits.max(axis=-1, initial=0).max(axis=-2, initial=0)
         bits = jnp.where(bits < MIN_NORMAL_BITS, 0, bits)
-        if tensor is not None and fmt.chooses_scales:
-            scale, code, bad = best_of_scales(jnp.abs(canonical), bits, tensor, fmt, transposed)
-        elif tensor is not None:
-            scale, encode, bad = two_level(bits, tensor, NVFP4_MAX_WITH_ROOM if eden else NVFP4_MAX)
+        if fmt.chooses_scales and tensor is not None:
+            scale, encode = best_of_scales(magnitude, bits, tensor, fmt, transposed)
         else:
-            scale, encode, bad = (e8m0 if fmt.scaling == "e8m0" else float32)(bits, fmt)
+            factors = None
+            if tensor is not None:
+                each = tensor[..., None, None]
+                factors = tensor_factors(each, fmt, largest=NVFP4_MAX_WITH_ROOM if eden else NVFP4_MAX)
+            scale, encode = block_scales(bits, fmt, factors)
 
-    if code is None:
-        draws_of_codes = None if eden else draws
-        code = magnitude_codes(blocks, canonical * encode[..., None, :, None], fmt, draws_of_codes, x.shape)
+    byte = None
+    if draws is not None and not eden:
+        byte = random_bytes(draws)
+        byte = byte.reshape(*x.shape[:-1], byte.shape[-2] * byte.shape[-1])[..., :columns]
+        byte = blocks_of(byte, fmt)
+    code = signed_codes(values, encode[..., None, :, None], fmt, byte)
     if eden:
-        scale = with_random_scales(scale, jnp.abs(canonical), code, tensor, draws)
-    negative = jax.lax.bitcast_convert_type(canonical, jnp.uint32) >> 31
-    code = code | (negative << (3 if fmt.packed else 7)).astype(jnp.uint8)
-    code = jnp.where(bad[..., None, :, None], 0, code).astype(jnp.uint8)
+        scale = with_random_scales(scale, magnitude, code & 7, tensor, draws)
     *batch, down, height, across, length = code.shape
     code = code.reshape(*batch, down * height, across * length)[..., :count, :]
     if fmt.packed:
-        return code[..., 0::2] | (code[..., 1::2] << 4), scale
-    return jax.lax.bitcast_convert_type(code[..., :columns], fmt.data_dtype), scale
+        return (code[..., 0::2] | (code[..., 1::2] << 4)).astype(jnp.uint8), stored(scale, fmt)
+    data = jax.lax.bitcast_convert_type(code[..., :columns].astype(jnp.uint8), fmt.data_dtype)
+    return data, stored(scale, fmt)
 
 
 def with_random_scales(scale: jax.Array, magnitude: jax.Array, code: jax.Array, tensor: Any, draws: Any) -> jax.Array:
-    """E4M3 scales [..., R, C/16] of elements [..., R, 1, C/16, 16] that became codes, rounded stochastically after the
-    correction of numerics.md 14. Those that are NaN stay NaN."""
-    encode = tensor_encode(flush(tensor)[..., None, None], NVFP4_MAX_WITH_ROOM)
-    byte = jax.lax.bitcast_convert_type(scale, jnp.uint8)
-    bad = byte == FLOAT8_NAN
-    value = e4m3_value(jnp.where(bad, 0, byte))
-    scaled = flush(magnitude * block_encode(value, encode)[..., None, :, None])[..., 0, :, :]
+    """E4M3 scales [..., R, C/16], as bytes, of elements [..., R, 1, C/16, 16] that became codes, rounded stochastically
+    after the correction of numerics.md 14. Those that are NaN stay NaN."""
+    decode = quotient(1.0, tensor_encode(flush(tensor)[..., None, None], NVFP4_MAX_WITH_ROOM))
+    bad = scale == FLOAT8_NAN
+    value = e4m3_value(jnp.where(bad, 0, scale))
+    scaled = flush(magnitude * block_encode(value, decode)[..., None, :, None])[..., 0, :, :]
     numbers = e2m1_value(code)[..., 0, :, :]
-    stored = corrected_scales(value, scaled, numbers, random_bits(draws))
-    return stored_e4m3(stored, bad)
-
-
-def magnitude_codes(
-    blocks: jax.Array, scaled: jax.Array, fmt: Format, draws: Draws | None, shape: tuple[int, ...]
-) -> jax.Array:
-    """Codes without signs of scaled elements. `shape` is that of the array before it was cut into blocks."""
-    byte = None
-    if draws is not None:
-        byte = random_bytes(draws)
-        byte = byte.reshape(*shape[:-1], byte.shape[-2] * byte.shape[-1])[..., : shape[-1]]
-        byte = blocks_of(byte, fmt)
-    magnitude = jnp.abs(scaled)
-    if fmt.packed:
-        return e2m1_nearest(magnitude) if byte is None else stochastic(magnitude, fmt.numbers, byte)
-    # finite numbers saturate, others are NaN
-    magnitude = jnp.where(magnitude_bits(blocks) < INFINITY_BITS, jnp.minimum(magnitude, MAX_FINITE), jnp.nan)
-    return float8(magnitude, fmt, byte)
+    return jnp.where(bad, FLOAT8_NAN, corrected_scales(value, scaled, numbers, random_bits(draws)))
 
 
 def random_bits(draws: Draws) -> jax.Array:
