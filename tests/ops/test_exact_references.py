@@ -11,6 +11,7 @@ import jaxlowprec as jlp
 from jaxlowprec.layers import delayed_scaling
 from jaxlowprec.ops import exact
 from jaxlowprec.ops.activations import reference as activations
+from jaxlowprec.ops.grouped_matmul.api import multiply_within_groups, quantize_groups
 from jaxlowprec.ops.int4 import reference as int4
 from jaxlowprec.ops.norms import reference as norms
 from jaxlowprec.ops.quantize import reference as quantize
@@ -94,6 +95,24 @@ class TestLoweredForTPUs:
 
         state = delayed_scaling.init_state(recipe)
         assert not faults(step, state, jax.ShapeDtypeStruct((), jnp.float32))
+
+    @pytest.mark.parametrize("fmt", (*ONE_OF_EACH, *INT4S[:2]), ids=format_name)
+    def test_products_with_a_quantised_weight(self, fmt):
+        weight = jax.eval_shape(lambda w: jlp.quantize(w, fmt), array_like())
+        assert not faults(lambda x, w: jlp.scaled_matmul(x, w, **REFERENCE), array_like(), weight)
+
+    @pytest.mark.parametrize("implementation", ["reference", "portable"])
+    @pytest.mark.parametrize("fmt", [fmt for fmt in ONE_OF_EACH if not fmt.tiles], ids=format_name)
+    def test_gradients_that_are_added_to_others(self, fmt, implementation):
+        sizes = jax.ShapeDtypeStruct((2,), jnp.int32)
+        options = {"rowwise": False, "columnwise": True, "implementation": "reference"}
+        operand = jax.eval_shape(lambda x, sizes: quantize_groups(x, sizes, fmt, **options)[1], array_like(), sizes)
+        before = jax.ShapeDtypeStruct((2, SHAPE[1], SHAPE[1]), jnp.bfloat16)
+
+        def added(operand, before):
+            return multiply_within_groups(operand, operand, jnp.bfloat16, implementation, accumulate=before)
+
+        assert not faults(added, operand, before)
 
     @pytest.mark.parametrize(
         "fault",

@@ -22,6 +22,7 @@ from jaxlowprec.ops.checks import Implementation
 from jaxlowprec.ops.epilogue import Epilogue
 from jaxlowprec.ops.grouped_matmul.groups import Groups, Slots
 from jaxlowprec.ops.grouped_matmul.reference import by_chunks, chunk_of, where_else_zero
+from jaxlowprec.ops.rounding import widened
 from jaxlowprec.ops.scaled_matmul.op import MatmulSpec, matmul_op
 from jaxlowprec.ops.weight_only_matmul.op import WeightOnlySpec, weight_only_op
 
@@ -108,7 +109,7 @@ def wgrad(
         (total,) = matmul_op(dense, implementation)(*a_of(*slot), *b_of(*slot), *of_group, dw[group])
         return dw.at[group].set(total), None
 
-    before = rest[-1].astype(jnp.float32) if spec.accumulate else jnp.zeros((experts, *shape), jnp.float32)
+    before = widened(rest[-1]) if spec.accumulate else jnp.zeros((experts, *shape), jnp.float32)
     xs = (slots.group, slots.within, slots.row, slots.valid)
     return jax.lax.scan(add, before, xs)[0].astype(spec.out_dtype)
 

@@ -15,7 +15,7 @@ from jaxlowprec.ops.checks import Implementation, choose
 from jaxlowprec.ops.grouped_matmul import chunks, ragged, reference
 from jaxlowprec.ops.grouped_matmul.groups import Groups
 from jaxlowprec.ops.grouped_matmul.quantize_op import over_batches
-from jaxlowprec.ops.rounding import rounded
+from jaxlowprec.ops.rounding import rounded, widened
 from jaxlowprec.ops.scaled_matmul.reference import alpha, apply_amaxes, products
 
 
@@ -184,7 +184,7 @@ def grouped_wgrad_op(spec: GroupedMatmulSpec, rows: int, implementation: Impleme
         if spec.two_level:
             y = rounded(y * alpha(*rest[:2])[:, None, None])
         empty = (Groups.of(sizes, rows).count == 0)[:, None, None]  # whatever its amaxes and scales are
-        before = rest[-1].astype(jnp.float32) if spec.accumulate else jnp.zeros_like(y)
+        before = widened(rest[-1]) if spec.accumulate else jnp.zeros_like(y)
         return jnp.where(empty, before, y + before if spec.accumulate else y).astype(spec.out_dtype)
 
     def run_reference(

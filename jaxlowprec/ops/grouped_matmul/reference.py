@@ -20,6 +20,7 @@ from jaxlowprec.ops.hadamard import rotate_padded
 from jaxlowprec.ops.quantize.random_bits import Draws
 from jaxlowprec.ops.quantize.reference import quantize_rows, tensor_factors
 from jaxlowprec.ops.rounding import from_bits, magnitude_bits, rounded
+from jaxlowprec.ops.scaled_matmul.reference import exact_dot
 
 CHUNK = 128  # rows that are multiplied together
 
@@ -181,7 +182,7 @@ def wgrad_terms(a: Columns, b: Columns, sizes: jax.Array, rows: int) -> jax.Arra
         va, vb, sa, sb, group, valid = slot
         if scaling == "e8m0" and not packed:
             va, vb = rounded(va * sa[:, None]), rounded(vb * sb[:, None])
-        term = jnp.einsum("mk,nk->mn", va, vb, preferred_element_type=jnp.float32)
+        term = exact_dot(va, vb)
         if scaling == "two_level":
             term = term * (sa[:, None] * sb[None, :])
         elif scaling == "float32" or packed:

@@ -136,7 +136,7 @@ def dequantize(
     code = _line_by_line(jnp.stack([data & 15, data >> 4], axis=-1))
     code = code[..., : scale.shape[-1] * fmt.length].reshape(*scale.shape, fmt.length).astype(jnp.int32)
     middle = SYMMETRIC_ZERO if zero is None else zero[..., None].astype(jnp.int32)
-    scale = flush(scale.astype(jnp.float32))
+    scale = flush(widened(scale))
     values = decode(code - middle, jnp.where(jnp.isfinite(scale), scale, jnp.nan), fmt)
     return _line_by_line(values)[..., :columns].astype(dtype)
 

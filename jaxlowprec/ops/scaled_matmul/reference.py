@@ -24,12 +24,12 @@ def products(
     values = [code_values(a_data, a_format), code_values(b_data, b_format)]
     scales = [scale_values(a_scale, a_format, a_data.shape[-2]), scale_values(b_scale, b_format, b_data.shape[-2])]
     if a_format.scaling == "tensor":
-        return apply_tensor_scales(_dot(*values), a_scale, b_scale)
+        return apply_tensor_scales(exact_dot(*values), a_scale, b_scale)
 
     if a_format.scaling == "e8m0" and not (a_format.packed and b_format.packed):
         depth = min(v.shape[-1] for v in values)
         scales = [jnp.repeat(s, a_format.length, axis=-1) for s in scales]
-        return _dot(*(rounded(v[..., :depth] * s[..., :depth]) for v, s in zip(values, scales, strict=True)))
+        return exact_dot(*(rounded(v[..., :depth] * s[..., :depth]) for v, s in zip(values, scales, strict=True)))
 
     def by_block(v: jax.Array, scale: jax.Array) -> tuple[jax.Array, jax.Array]:
         missing = scale.shape[-1] * a_format.length - v.shape[-1]
@@ -41,8 +41,8 @@ def products(
         (a, sa), (b, sb) = block
         sa, sb = sa[..., :, None], sb[..., None, :]
         if a_format.scaling == "two_level":
-            return _dot(a, b) * (sa * sb)  # exact, so a fused multiply-add gives the same
-        return rounded(rounded(_dot(a, b) * sa) * sb)
+            return exact_dot(a, b) * (sa * sb)  # exact, so a fused multiply-add gives the same
+        return rounded(rounded(exact_dot(a, b) * sa) * sb)
 
     blocks = tuple(map(by_block, values, scales))
     if blocks[0][0].shape[0] == 0:
@@ -53,8 +53,11 @@ def products(
     return jax.lax.scan(lambda y, block: (y + term(block), None), first, rest)[0]
 
 
-def _dot(a: jax.Array, b: jax.Array) -> jax.Array:
-    return jnp.einsum("...mk,...nk->...mn", a, b, preferred_element_type=jnp.float32)
+def exact_dot(a: jax.Array, b: jax.Array) -> jax.Array:
+    """[..., M, K] by [..., N, K], float32 numbers that bfloat16 holds exactly: one pass is enough, whatever
+    `jax.default_matmul_precision` says."""
+    precision = jax.lax.Precision.DEFAULT
+    return jnp.einsum("...mk,...nk->...mn", a, b, precision=precision, preferred_element_type=jnp.float32)
 
 
 def alpha(a_amax: jax.Array, b_amax: jax.Array) -> jax.Array:

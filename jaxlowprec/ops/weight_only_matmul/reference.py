@@ -16,7 +16,7 @@ from jaxlowprec.arrays.layouts import pad_to_multiples
 from jaxlowprec.ops.dequantize import code_values, scale_values
 from jaxlowprec.ops.int4 import reference as int4
 from jaxlowprec.ops.quantize.reference import NVFP4_MAX
-from jaxlowprec.ops.rounding import flush, rounded
+from jaxlowprec.ops.rounding import flush, rounded, widened
 
 LANES = 16
 _LANES_AT_ONCE = 1 << 24  # float32 sums of the rows that are multiplied together: 64 MiB
@@ -44,7 +44,7 @@ def alpha(scale: jax.Array, amax: jax.Array | None, fmt: Format) -> jax.Array | 
 def products(x: jax.Array, w: jax.Array) -> jax.Array:
     """x [..., M, K], w float32 [..., N, >= K] -> the sums, float32 [..., M, N]."""
     depth, columns = x.shape[-1], w.shape[-2]
-    x, w = (pad_to_multiples(v.astype(jnp.float32), 1, LANES) for v in (x, w[..., :depth]))
+    x, w = (pad_to_multiples(v, 1, LANES) for v in (widened(x), w[..., :depth]))
 
     def steps(v: jax.Array) -> jax.Array:
         return jnp.moveaxis(v.reshape(*v.shape[:-1], v.shape[-1] // LANES, LANES), -2, 0)

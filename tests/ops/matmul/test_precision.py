@@ -10,6 +10,7 @@ from jax.lax import DotAlgorithmPreset, Precision
 
 import jaxlowprec as jlp
 from jaxlowprec.ops.checks import checked_precision, wants_float32_sums
+from jaxlowprec.ops.grouped_matmul.api import multiply_within_groups, quantize_groups
 from tests.cuda_without_gpu.claiming_cuda import claiming_cuda, custom_calls
 from tests.helpers import assert_same_bytes, random_array
 
@@ -190,6 +191,25 @@ def test_default_matmul_precision_is_for_high_precision():
     with jax.default_matmul_precision("highest"):
         found = gemms(with_gradients(lambda x, w: jlp.linear(x, w, recipe=RECIPE)), X, W)
     assert len(found) == 3 and all(FAST in attributes for attributes in found)
+
+
+@pytest.mark.parametrize("implementation", ["reference", "portable"])
+@pytest.mark.parametrize("fmt", TestScaledMatmul.FORMATS, ids=str)
+def test_programs_without_kernels_do_not_depend_on_it(fmt, implementation):
+    """Neither dense products nor gradients of groups. CPUs would refuse this precision."""
+    options = {"rowwise": False, "columnwise": True}
+    a, (_, columns) = quantized(fmt, 32), quantize_groups(np.ones((32, 64)), np.array([20, 12]), fmt, **options)
+
+    def products(a, columns):
+        within = multiply_within_groups(columns, columns, jnp.float32, implementation)
+        return jlp.scaled_matmul(a, a, implementation=implementation), within
+
+    def lowered():
+        return jax.jit(lambda *operands: products(*operands)).lower(a, columns).as_text()
+
+    by_default = lowered()
+    with jax.default_matmul_precision("F16_F16_F32"):
+        assert lowered() == by_default
 
 
 @pytest.mark.parametrize(
