@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 import jaxlowprec as jlp
 from jaxlowprec.ops.activations.quantized import quantized_activation
 from tests.sharding.meshes import mesh_of
-from tests.tpu_without_tpu.described_tpu import ESTIMATES, by_tpu, compiled, devices_of
+from tests.tpu_without_tpu.described_tpu import ESTIMATES, RAGGED_CODES, by_tpu, compiled, devices_of
 
 SIZE = 256
 X = jax.ShapeDtypeStruct((SIZE, SIZE), jnp.bfloat16)
@@ -122,13 +122,13 @@ class TestProducts:
     @by_tpu
     @by_format
     def test_grouped_matmul(self, name, tpu):
-        """One product by libtpu's own kernel for ragged ones, of the same operands."""
+        """One product by libtpu's own kernel for ragged ones, of the same operands where it takes them."""
         recipe = jlp.Custom(lambda role: FORMATS[name])
         w, sizes = jax.ShapeDtypeStruct((4, SIZE, SIZE), jnp.bfloat16), jax.ShapeDtypeStruct((4,), jnp.int32)
         step = lambda x, w, sizes: jlp.grouped_matmul(x, w, sizes, recipe=recipe)  # noqa: E731
         found = compiled(step, X, w, sizes, devices=devices_of(tpu))
         assert found.faults == []
-        assert found.products() == [CODES if name == "fp8_tensor" else BF16]
+        assert found.products() == [RAGGED_CODES[tpu] if name == "fp8_tensor" else BF16]
 
 
 class TestFaultsAreFound:
