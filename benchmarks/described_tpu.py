@@ -17,6 +17,8 @@ import math
 import os
 import pathlib
 import re
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -32,8 +34,6 @@ import jaxlowprec as jlp
 from tests.tpu_without_tpu.described_tpu import TPUS, compiled, devices_of
 
 NAME = "described_tpu"
-DUMPS = pathlib.Path(tempfile.mkdtemp(prefix="described_tpu_"))  # of libtpu, which reads its options when it is loaded
-os.environ["LIBTPU_INIT_ARGS"] = f"--xla_jf_dump_to={DUMPS} --xla_jf_dump_llo_text=true"
 CHUNK = 128  # rows of a tile that our kernels take in a turn of their loop
 Case = tuple[Callable, tuple[Any, ...]]
 
@@ -89,37 +89,42 @@ def cases() -> dict[str, Callable[[], Case]]:
     }
 
 
-def kernel_bundles() -> int:
-    """The bundles that a call of each kernel of ours in the folder of dumps executes; empties the folder.
+def kernel_bundles(name: str, tpu: str) -> int:
+    """The bundles that the calls of our kernels in a case execute, one a cycle.
 
-    A bundle takes a cycle. Those within the grid's loop run once a tile, those of its inner loop once a chunk of rows.
+    libtpu writes them in a process of its own, since writing takes longer than compiling. Those within the grid's loop
+    run once a tile, those of its inner loop once a chunk of rows.
     """
     total = 0
-    for file in DUMPS.iterdir():
-        if re.search(r"jaxlowprec_\w+\.\d+-\d+-final_bundles\.txt$", file.name):
+    with tempfile.TemporaryDirectory() as folder:
+        written = {"LIBTPU_INIT_ARGS": f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true"}
+        command = [sys.executable, __file__, "--tpu", tpu, "--compile", name]
+        subprocess.run(command, check=True, env=os.environ | written)
+        for file in pathlib.Path(folder).glob("*jaxlowprec_*-final_bundles.txt"):
             text = file.read_text()
             shapes = re.search(r"window shape is \w+\[([\d,]+)\], while the full shape is \w+\[([\d,]+)\]", text)
+            if shapes is None:  # an analysis of the schedule
+                continue
             window, full = ([int(n) for n in shape.split(",")] for shape in shapes.groups())
             tiles = math.prod(-(-n // w) for n, w in zip(full, window, strict=True))
             for depth in re.findall(r"^\s*0x[0-9a-f]+\s+(?:\w+)?\s*:\s*(>*) \{", text, re.MULTILINE):
                 turns = window[-2] // CHUNK if len(depth) > 1 else 1
                 total += tiles * turns if depth else 1
-        file.unlink()
     return total
 
 
-def measured(case: Case, tpu: str) -> dict[str, Any]:
+def measured(name: str, tpu: str) -> dict[str, Any]:
     """What became of a case, and what that took."""
-    function, args = case
+    function, args = cases()[name]()
     devices = devices_of(tpu)
-    kernel_bundles()
     started = time.process_time()
     program = compiled(function, *args, devices=devices)
     seconds = time.process_time() - started
+    kernels = any("/pallas_call" in i.origin for i in program.of_kind("custom-call"))
     operands = collections.Counter(" x ".join(types) for types in program.products())
     return {
         "compile_cpu_seconds": round(seconds, 1),
-        "cycles": program.cycles + kernel_bundles(),
+        "cycles": program.cycles + (kernel_bundles(name, tpu) if kernels else 0),
         "loops": len(program.loops),
         "gathers": len(program.gathers),
         "dropped_casts": len(program.dropped_casts),
@@ -133,13 +138,18 @@ def main() -> None:
     parser.add_argument("--tpu", action="append", choices=TPUS, help="default: all")
     parser.add_argument("--only", default="", help="cases whose name begins so")
     parser.add_argument("--save", action="store_true", help="add to benchmarks/results")
+    parser.add_argument("--compile", help="compile this case, and no more")
     options = parser.parse_args()
     jax.config.update("jax_platforms", "cpu")
+    if options.compile:
+        function, args = cases()[options.compile]()
+        compiled(function, *args, devices=devices_of(options.tpu[0]))
+        return
     commit = sources.commit()
     for tpu in options.tpu or TPUS:
-        for name, case in cases().items():
+        for name in cases():
             if name.startswith(options.only):
-                found = measured(case(), tpu)
+                found = measured(name, tpu)
                 print(f"{commit} {tpu:3} {name:32}", *(f"{k} {v}" for k, v in found.items()), sep="  ", flush=True)
                 if options.save:
                     rows = load(NAME)["rows"] if (RESULTS / f"{NAME}.json").exists() else {}

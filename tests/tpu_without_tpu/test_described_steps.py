@@ -91,10 +91,11 @@ def test_rows_in_groups(name, tpu):
 
 @by_tpu
 @pytest.mark.slow
-def test_a_block(tpu):
+@pytest.mark.parametrize("name", ["mxfp8", "nvfp4"])
+def test_a_block(name, tpu):
     """Norms and an activation, quantised as they are made, among five linears. Attention is JAX's own: its softmax
     divides, and its products have operands of their own."""
-    with jlp.autocast(RECIPES["mxfp8"]):
+    with jlp.autocast(RECIPES[name]):
         graph, parameters = nnx.split(nnx.eval_shape(lambda: Fused(nnx.Rngs(0), "quantized")), nnx.Param)
         x = array(*TOKENS, WIDTH)
         step = step_of(lambda parameters, x: nnx.merge(graph, parameters)(x))
