@@ -162,7 +162,10 @@ def runs(
 def _portable(op: str, platform: str, formats: tuple[Format, ...]) -> str:
     """How an op runs where there are no kernels."""
     if op in _TARGETS:
-        return "the reference in pure JAX, compiled by XLA"
+        reference = "the reference in pure JAX, compiled by XLA"
+        if platform == "tpu" and op == "quantize" and not any(f.weight_only or f.chooses_scales for f in formats):
+            return f"a Pallas kernel on one device and in shard_map, else {reference}"
+        return reference
     if len(formats) == 1:
         exact = formats[0].served_dtype or ("bfloat16" if portable.is_exact_in_bfloat16(formats[0]) else "float32")
         product = f"XLA's product with the weight decoded to {exact}"

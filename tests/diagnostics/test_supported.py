@@ -211,7 +211,14 @@ class TestPortable:
         way = support.runs("scaled_matmul", platform, formats)
         assert way.how == "portable" and way.why.startswith(f"{product}, because this build of jaxlowprec has no")
 
-    @pytest.mark.parametrize("op", ["quantize", "dequantize", "hadamard_transform", "norm", "statistics"])
+    def test_quantisers_of_tpus(self):
+        kernel = "a Pallas kernel on one device and in shard_map, else the reference"
+        assert support.runs("quantize", "tpu", (jlp.MXFP8(),)).why.startswith(kernel)
+        for fmt in (jlp.Int4(), jlp.NVFP4(scale_rule="four_over_six")):
+            assert support.runs("quantize", "tpu", (fmt,)).why.startswith("the reference in pure JAX")
+        assert support.runs("quantize", "rocm", (jlp.MXFP8(),)).why.startswith("the reference in pure JAX")
+
+    @pytest.mark.parametrize("op", ["dequantize", "hadamard_transform", "norm", "statistics"])
     def test_other_ops(self, op):
         way = support.runs(op, "tpu", (jlp.NVFP4(),))
         assert way.how == "portable" and way.why.startswith("the reference in pure JAX, compiled by XLA, because")
