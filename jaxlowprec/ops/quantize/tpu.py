@@ -8,6 +8,7 @@ own code. The tile is transposed for blocks along the other axis.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -166,12 +167,31 @@ def _kernel(spec: Any, dtype: Any, x: Any, *refs: Any) -> None:
             random = (words[slice_index, 0], words[slice_index, 1]), *indices[i], int(down)
         rotation = spec.hadamard if down else None
         direction = _Direction(left.pop(0), left.pop(0), *results[i], factors, random, rotation)
+        if fmt.scaling == "tensor" and not spec.stochastic:
+            _quantize_elements(fmt, x, direction, down)
+            continue
         tile = x[0].astype(jnp.float32)
         fill(direction.source, tile if down else tile.T)
         each_chunk(direction.source, functools.partial(_quantize_chunk, fmt, dtype, direction))
         for column in range(direction.codes.shape[0]):
-            code = jax.lax.bitcast_convert_type(direction.codes[column].T.astype(jnp.uint8), fmt.data_dtype)
-            direction.data[0, column * LANES : (column + 1) * LANES, :] = code
+            direction.data[0, column * LANES : (column + 1) * LANES, :] = _as_data(direction.codes[column].T, fmt)
+
+
+def _quantize_elements(fmt: Format, x: Any, direction: _Direction, down: bool) -> None:
+    """Quantises a tile without blocks, in squares that fit into registers."""
+    assert direction.factors is not None
+    _, rows, columns = x.shape
+    for row, column in itertools.product(range(0, rows, LANES), range(0, columns, LANES)):
+        here, there = slice(row, row + LANES), slice(column, column + LANES)
+        code = signed_codes(x[0, here, there].astype(jnp.float32), direction.factors.encode, fmt, None)
+        if down:
+            direction.data[0, there, here] = _as_data(code.T, fmt)
+        else:
+            direction.data[0, here, there] = _as_data(code, fmt)
+
+
+def _as_data(code: jax.Array, fmt: Format) -> jax.Array:
+    return jax.lax.bitcast_convert_type(code.astype(jnp.uint8), fmt.data_dtype)
 
 
 def _quantize_chunk(fmt: Format, dtype: Any, direction: _Direction, row: Any, column: Any) -> None:
