@@ -7,6 +7,7 @@ Blocks of 16 or 32 elements fit badly into vectors of 8 x 128. So every 16th row
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,12 +22,15 @@ from jaxlowprec.ops.rounding import from_bits, magnitude_bits
 SUBLANES, LANES = 8, 128  # of a vector
 UNIT = SUBLANES * BLOCK  # rows of a chunk of 16 vectors
 TILE = 4 * UNIT  # rows and columns of a tile, or those of the array if it has fewer
+SLICES = 4096  # matrices of one call
 UNROLLED = 4  # chunks whose instructions are scheduled together
 
 
 def has_tiles(x: Any) -> bool:
-    """Whether kernels take x: rotations are not rounded to float16, and tiles are counted before the program runs."""
-    return x.dtype != jnp.float16 and all(isinstance(n, int) for n in x.shape)
+    """Whether kernels take x: they do not round to float16, tiles are counted before the program runs, and the numbers
+    of only so many slices fit into scalar memory."""
+    known = all(isinstance(n, int) for n in x.shape)
+    return x.dtype != jnp.float16 and known and math.prod(x.shape[:-2]) <= SLICES
 
 
 def in_units(x: jax.Array) -> jax.Array:

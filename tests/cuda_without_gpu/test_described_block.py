@@ -23,8 +23,9 @@ BROUGHT = 2 + 1 + 2  # amaxes that come with the tensor: of norms, the activatio
 
 
 def attended(qkv):
-    q, k, v = jnp.split(qkv.reshape(*TOKENS, -1, HEAD), 3, axis=2)
-    return jax.nn.dot_product_attention(q, k, v, is_causal=True).reshape(*TOKENS, WIDTH)
+    tokens = qkv.shape[:-1]
+    q, k, v = jnp.split(qkv.reshape(*tokens, -1, HEAD), 3, axis=2)
+    return jax.nn.dot_product_attention(q, k, v, is_causal=True).reshape(*tokens, -1)
 
 
 class Separate(nnx.Module):
@@ -45,10 +46,10 @@ class Separate(nnx.Module):
 class Fused(nnx.Module):
     """The same by the layers of blocks."""
 
-    def __init__(self, rngs, saved):
-        self.qkv = jlp.nnx.NormLinear(WIDTH, 3 * WIDTH, rngs=rngs, **OPTIONS)
-        self.out = jlp.nnx.Linear(WIDTH, WIDTH, rngs=rngs, **OPTIONS)
-        self.mlp = jlp.nnx.MLP(WIDTH, HIDDEN, normalization="rms", saved=saved, rngs=rngs, **OPTIONS)
+    def __init__(self, rngs, saved, width=WIDTH, hidden=HIDDEN):
+        self.qkv = jlp.nnx.NormLinear(width, 3 * width, rngs=rngs, **OPTIONS)
+        self.out = jlp.nnx.Linear(width, width, rngs=rngs, **OPTIONS)
+        self.mlp = jlp.nnx.MLP(width, hidden, normalization="rms", saved=saved, rngs=rngs, **OPTIONS)
 
     def __call__(self, x):
         x = x + self.out(attended(self.qkv(x)))

@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import os
 import re
+from typing import Any
 from unittest import mock
 
 import jax
@@ -53,14 +54,19 @@ class Instruction:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Program:
-    """What libtpu made of a function: for each computation of the optimised HLO, its instructions by name."""
+    """What libtpu made of a function: for each computation of the optimised HLO, its instructions by name.
+
+    `temporary_bytes` are those beside arguments and results.
+    """
 
     text: str
     computations: dict[str, dict[str, Instruction]]
+    temporary_bytes: int
 
     @staticmethod
-    def of(text: str) -> Program:
-        """The program in the text of a compiled function."""
+    def of(made: Any) -> Program:
+        """The program of a compiled function."""
+        text = made.as_text()
         computations: dict[str, dict[str, Instruction]] = {}
         within: dict[str, Instruction] = {}
         for line in text.splitlines():
@@ -71,7 +77,7 @@ class Program:
                 origin = re.search(r'op_name="([^"]*)"', rest)
                 named = tuple(re.findall(r"%([\w.-]+)", operands))
                 within[name] = Instruction(name, dtype, shape or "", kind, named, origin[1] if origin else "")
-        return Program(text, computations)
+        return Program(text, computations, made.memory_analysis().temp_size_in_bytes)
 
     def of_kind(self, *kinds: str) -> list[Instruction]:
         """All instructions of these kinds, those within fusions among them."""
@@ -213,4 +219,4 @@ def compiled(function, *args, devices, **options) -> Program:
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
     traced = jax.jit(function, **options).trace(*jax.tree.map(placed, args))
-    return Program.of(traced.lower(lowering_platforms=("tpu",)).compile().as_text())
+    return Program.of(traced.lower(lowering_platforms=("tpu",)).compile())

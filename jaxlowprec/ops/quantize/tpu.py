@@ -55,9 +55,9 @@ def quantize(spec: Any, x: jax.Array, *operands: jax.Array, interpret: bool = Fa
     inputs: list[tuple[jax.Array, Any]] = []
     factors = [tensor_factors(tensor.reshape(-1), fmt, spec.encode_scale_given) for tensor in tensors]
     if factors:
-        inputs.append((jnp.stack([number for pair in factors for number in pair], axis=-1), in_scalar_memory))
+        inputs.append((jnp.stack([number for pair in factors for number in pair], axis=-1).ravel(), in_scalar_memory))
     if random:
-        inputs.append((_as_int32(jnp.broadcast_to(random[0], (*batch, 2)).reshape(-1, 2)), in_scalar_memory))
+        inputs.append((_as_int32(jnp.broadcast_to(random[0], (*batch, 2)).ravel()), in_scalar_memory))
 
     outputs: list[tuple[Any, Any]] = []
     scratch = []
@@ -162,9 +162,10 @@ def _kernel(spec: Any, dtype: Any, x: Any, *refs: Any) -> None:
     for i, down in enumerate(columnwise):
         factors = random = None
         if numbers is not None:
-            factors = TensorFactors(numbers[slice_index, 2 * i], numbers[slice_index, 2 * i + 1])
+            first = 2 * (slice_index * len(columnwise) + i)
+            factors = TensorFactors(numbers[first], numbers[first + 1])
         if words is not None:
-            random = (words[slice_index, 0], words[slice_index, 1]), *indices[i], int(down)
+            random = (words[2 * slice_index], words[2 * slice_index + 1]), *indices[i], int(down)
         rotation = spec.hadamard if down else None
         direction = _Direction(left.pop(0), left.pop(0), *results[i], factors, random, rotation)
         if fmt.scaling == "tensor" and not spec.stochastic:

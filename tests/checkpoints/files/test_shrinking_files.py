@@ -12,7 +12,7 @@ SHRINKING = """
 import json, os, pathlib, sys
 
 from jaxlowprec.checkpoints import schemes
-from jaxlowprec.checkpoints.conversion import convert, engine, inspect, quantizing
+from jaxlowprec.checkpoints.conversion import convert, inspect, jobs, quantizing
 from jaxlowprec.checkpoints.errors import CheckpointError
 from jaxlowprec.checkpoints.files.safetensors_file import SafetensorsFile, SafetensorsWriter
 
@@ -58,7 +58,7 @@ def said(owner, function, work):
 print(json.dumps({
     "read": said(SafetensorsFile, "raw", read),
     "copy": said(SafetensorsFile, "copy_to", copy),
-    "convert": said(engine, "_require_space", converted("mxfp4")),
+    "convert": said(jobs, "_require_space", converted("mxfp4")),
     "amax": said(quantizing, "amax", converted("nvfp4")),
     "verify": said(convert, "compare_shards", converted("mxfp4", verify=True)),
     "inspect": said(inspect, "_compared", lambda: inspect.inspect(source, source)),

@@ -93,6 +93,12 @@ def test_amaxes(shape, special):
         assert_same_bytes(amax_of_bits(bits), wanted)
 
 
+@pytest.mark.parametrize("slices", [4096, 4097])
+def test_no_more_slices_than_scalar_memory_holds(slices):
+    x = jax.ShapeDtypeStruct((slices, 32, 32), jnp.bfloat16)
+    assert tpu.serves(spec_of(x, jlp.NVFP4(), BOTH, None, False), x) == (slices == 4096)
+
+
 @pytest.mark.parametrize("fmt", CHOSEN_SCALES, ids=format_name)
 def test_other_variants_take_the_reference(fmt):
     x = numbers((32, 64), jnp.bfloat16)
