@@ -46,6 +46,12 @@ def tile_of(x: jax.Array) -> tuple[int, int]:
     return rows, columns
 
 
+def grid_of(x: jax.Array) -> tuple[int, int, int]:
+    """How many tiles x [B, R, C] has along its axes."""
+    height, width = tile_of(x)
+    return x.shape[0], -(-x.shape[1] // height), -(-x.shape[2] // width)
+
+
 def call(
     name: str,
     kernel: Callable[..., None],
@@ -70,7 +76,7 @@ def call(
     shapes = [jax.ShapeDtypeStruct(s.shape, s.dtype, manual_axis_type=varying) for s, _ in outputs]
     return pl.pallas_call(
         kernel,
-        grid=(x.shape[0], -(-x.shape[1] // height), -(-x.shape[2] // width)),
+        grid=grid_of(x),
         in_specs=[pl.BlockSpec((1, height, width), lambda *at: at), *(spec for _, spec in inputs)],
         out_specs=[spec for _, spec in outputs],
         out_shape=shapes,
@@ -136,8 +142,7 @@ def largest_bits(x: jax.Array, rotations: list[Hadamard | None], interpret: bool
 
     dtype, batch, x = x.dtype, x.shape[:-2], in_units(x)
     height, width = tile_of(x)
-    tiles = x.shape[0], -(-x.shape[1] // height), -(-x.shape[2] // width)
-    shape = jax.ShapeDtypeStruct((*tiles, SUBLANES, LANES), jnp.int32)
+    shape = jax.ShapeDtypeStruct((*grid_of(x), SUBLANES, LANES), jnp.int32)
     spec = pl.BlockSpec((1, 1, 1, SUBLANES, LANES), lambda *at: (*at, 0, 0))
     scratch = [pltpu.VMEM((width // LANES, height, LANES), jnp.float32)]
     kernel = functools.partial(_largest_of_tile, rotations, dtype, x.shape[1:])

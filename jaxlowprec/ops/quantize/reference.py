@@ -169,6 +169,7 @@ def best_of_scales(
     """
     g = flush(tensor)[..., None, None]
     factors = tensor_factors(g, fmt, largest=NVFP4_MAX_WITH_ROOM)
+    bits = jnp.where(bits < MIN_NORMAL_BITS, 0, bits)
     bad = (bits >= INFINITY_BITS) | jnp.isnan(factors.encode)
     encode, decode = (jnp.where(jnp.isnan(factor), 1.0, factor) for factor in factors)
 
@@ -259,7 +260,6 @@ def quantize_rows(
     else:
         bits = magnitude_bits(values).astype(jnp.int32)  # [..., R/h, C/b] after both steps
         bits = bits.max(axis=-1, initial=0).max(axis=-2, initial=0)
-        bits = jnp.where(bits < MIN_NORMAL_BITS, 0, bits)
         if fmt.chooses_scales and tensor is not None:
             scale, encode = best_of_scales(magnitude, bits, tensor, fmt, transposed)
         else:

@@ -61,20 +61,20 @@ def quantize(spec: Any, x: jax.Array, *operands: jax.Array, interpret: bool = Fa
 
     outputs: list[tuple[Any, Any]] = []
     scratch = []
+    per_byte = 2 if fmt.packed else 1
     for i, columnwise in enumerate(_directions(spec)):
         along, across = (1, 2) if columnwise else (2, 1)  # axes of x; blocks are along the first
         n, m = x.shape[along], x.shape[across]
         height, width = tile_of(x)[along - 1], tile_of(x)[across - 1]
 
-        def place(*axes: int, count: int = 3) -> Any:
-            """The index of a block among those along these axes of the grid."""
-            return lambda *grid: tuple(grid[axis] if axis >= 0 else 0 for axis in axes[:count])
+        def place(*axes: int | None) -> Any:
+            """The index of a block along these axes of the grid; None: there is one block."""
+            return lambda *grid: tuple(0 if axis is None else grid[axis] for axis in axes)
 
-        bytes_of = (lambda count: count // 2) if fmt.packed else (lambda count: count)
         outputs.append(
             (
-                jax.ShapeDtypeStruct((x.shape[0], m, bytes_of(n)), fmt.data_dtype),
-                pl.BlockSpec((1, width, bytes_of(height)), place(0, across, along)),
+                jax.ShapeDtypeStruct((x.shape[0], m, n // per_byte), fmt.data_dtype),
+                pl.BlockSpec((1, width, height // per_byte), place(0, across, along)),
             )
         )
         if fmt.scaling != "tensor":
@@ -87,11 +87,11 @@ def quantize(spec: Any, x: jax.Array, *operands: jax.Array, interpret: bool = Fa
             )
         if random:
             lines, sixteens = _padded(random[1 + 2 * i], m), _padded(random[2 + 2 * i], n // BLOCK)
-            inputs.append((lines[None], pl.BlockSpec((1, width), place(-1, across))))
+            inputs.append((lines[None], pl.BlockSpec((1, width), place(None, across))))
             sixteens = jnp.broadcast_to(sixteens[:, None], (sixteens.size, LANES))
-            inputs.append((sixteens, pl.BlockSpec((height // BLOCK, LANES), place(along, -1))))
+            inputs.append((sixteens, pl.BlockSpec((height // BLOCK, LANES), place(along, None))))
         scratch.append(pltpu.VMEM((width // LANES, height, LANES), jnp.float32))
-        scratch.append(pltpu.VMEM((width // LANES, bytes_of(height), LANES), jnp.int32))
+        scratch.append(pltpu.VMEM((width // LANES, height // per_byte, LANES), jnp.int32))
     found = call("quantize", functools.partial(_kernel, spec, dtype), x, inputs, outputs, scratch, interpret)
     return _results(spec, found, (*batch, *shape), [pair.decode for pair in factors])
 
