@@ -21,21 +21,34 @@ enum class Scaling : int32_t {
   kFloat32,   // FP8 blockwise: a float32 per block
   kTensor,    // a float32 per matrix
   kFloat16,   // Int4: a bfloat16 or float16 per block, and zero points if it is asymmetric
+  kRows,      // a float32, bfloat16 or float16 per line along the quantised axis
 };
 
-/// How an amax becomes an E8M0 scale (numerics.md 6), and a block of NVFP4 gets its scale (2 and 13).
-enum class ScaleRule : int32_t { kUp, kFloor, kEven, kSix, kFourOverSix, kFourOverSixMse, kSearch };
+/// How an amax becomes an E8M0 scale (numerics.md 6), a block of NVFP4 gets its scale (2 and 13), and a line of 8-bit
+/// integers its own (18).
+enum class ScaleRule : int32_t {
+  kUp,
+  kFloor,
+  kEven,
+  kSix,
+  kFourOverSix,
+  kFourOverSixMse,
+  kSearch,
+  kDeploy,
+  kCompressedTensors
+};
 
 struct Format {
   CodeType code;
   Scaling scaling;
-  int32_t block;                                // elements along the quantised axis that share a scale; 1 for kTensor
-  bool tiles;                                   // block x block instead of 1 x block
-  ScaleRule scale_rule;                         // of kE8M0 and kTwoLevel
-  bool power_of_two;                            // of kFloat32 and kTensor
-  float amax_epsilon;                           // of kFloat32 and kTensor
-  ElementType scale_type = ElementType::kBF16;  // of kFloat16
+  int32_t block;         // elements along the quantised axis that share a scale; 1 for kTensor and kRows
+  bool tiles;            // block x block instead of 1 x block
+  ScaleRule scale_rule;  // of kE8M0, kTwoLevel and 8-bit integers
+  bool power_of_two;     // of kFloat32 and kTensor
+  float amax_epsilon;    // of kFloat32 and kTensor
+  ElementType scale_type = ElementType::kBF16;  // of kFloat16 and kRows
   bool column_major = false;                    // on GPUs, of kFloat32 in 1 x block: scales lie as [blocks, rows]
+  float least_scale = 0;                        // of kRows
 
   /// Whether a block takes the best of several scales.
   bool chooses_scales() const {
@@ -47,9 +60,12 @@ struct Format {
   /// Bytes of codes of `columns` elements: packed ones fill whole blocks.
   int64_t row_bytes(int64_t columns) const { return packed() ? (blocks(columns) * block + 1) / 2 : columns; }
   int64_t scale_rows(int64_t rows) const { return scaling == Scaling::kTensor ? 1 : tiles ? blocks(rows) : rows; }
-  int64_t scale_columns(int64_t columns) const { return scaling == Scaling::kTensor ? 1 : blocks(columns); }
+  int64_t scale_columns(int64_t columns) const {
+    return scaling == Scaling::kTensor || scaling == Scaling::kRows ? 1 : blocks(columns);
+  }
   int64_t scale_bytes() const {
-    return scaling == Scaling::kFloat32 || scaling == Scaling::kTensor ? 4 : scaling == Scaling::kFloat16 ? 2 : 1;
+    if (scaling == Scaling::kFloat16 || scaling == Scaling::kRows) return element_bytes(scale_type);
+    return scaling == Scaling::kFloat32 || scaling == Scaling::kTensor ? 4 : 1;
   }
   /// Scales of a rows x columns matrix, each of scale_bytes().
   int64_t scales(int64_t rows, int64_t columns) const { return scale_rows(rows) * scale_columns(columns); }
@@ -161,7 +177,8 @@ inline bool matmul_supports(const MatmulProblem& p) {
   const Format &a = p.a.format, &b = p.b.format;
   if (a.code == CodeType::kInt4) return false;
   if (a.scaling != b.scaling) return false;
-  if (a.scale_rule != b.scale_rule && a.scaling != Scaling::kTwoLevel) return false;
+  if (a.scale_rule != b.scale_rule && a.scaling != Scaling::kTwoLevel && a.scaling != Scaling::kRows) return false;
+  if ((a.code == CodeType::kInt8) != (b.code == CodeType::kInt8)) return false;
   if (a.code == b.code && !meets_itself(a.code)) return false;
   if (a.scaling == Scaling::kFloat32 && a.tiles && b.tiles) return false;
   const bool mixed = a.packed() != b.packed();

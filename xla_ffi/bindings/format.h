@@ -22,12 +22,13 @@ std::optional<T> named(std::string_view name, const std::array<std::pair<std::st
 }
 
 inline std::optional<Scaling> scaling_named(std::string_view name) {
-  using Scalings = std::array<std::pair<std::string_view, Scaling>, 5>;
+  using Scalings = std::array<std::pair<std::string_view, Scaling>, 6>;
   constexpr Scalings kScalings = {{{"two_level", Scaling::kTwoLevel},
                                    {"e8m0", Scaling::kE8M0},
                                    {"float32", Scaling::kFloat32},
                                    {"tensor", Scaling::kTensor},
-                                   {"float16", Scaling::kFloat16}}};
+                                   {"float16", Scaling::kFloat16},
+                                   {"rows", Scaling::kRows}}};
   return named(name, kScalings);
 }
 
@@ -35,10 +36,11 @@ inline std::optional<Scaling> scaling_named(std::string_view name) {
 inline std::optional<Format> make_format(std::string_view code_name, std::string_view scaling_name,
                                          std::string_view rule_name, int32_t block, bool tiles, bool power_of_two,
                                          float amax_epsilon) {
-  using Rules = std::array<std::pair<std::string_view, ScaleRule>, 7>;
+  using Rules = std::array<std::pair<std::string_view, ScaleRule>, 9>;
 #define JLP_NAMED(Type) std::pair(std::string_view(Type::kName), CodeType::k##Type),
   constexpr std::array kCodes = {JLP_NAMED(E2M1) JLP_FLOAT8_TYPES(JLP_NAMED)
-                                     std::pair(std::string_view("int4"), CodeType::kInt4)};
+                                     std::pair(std::string_view("int4"), CodeType::kInt4),
+                                 std::pair(std::string_view("int8"), CodeType::kInt8)};
 #undef JLP_NAMED
   constexpr Rules kRules = {{{"up", ScaleRule::kUp},
                              {"floor", ScaleRule::kFloor},
@@ -46,22 +48,27 @@ inline std::optional<Format> make_format(std::string_view code_name, std::string
                              {"six", ScaleRule::kSix},
                              {"four_over_six", ScaleRule::kFourOverSix},
                              {"four_over_six_mse", ScaleRule::kFourOverSixMse},
-                             {"search", ScaleRule::kSearch}}};
+                             {"search", ScaleRule::kSearch},
+                             {"deploy", ScaleRule::kDeploy},
+                             {"compressed-tensors", ScaleRule::kCompressedTensors}}};
   const auto code = named(code_name, kCodes);
   const auto scaling = scaling_named(scaling_name);
   const auto rule = named(rule_name, kRules);
   if (!code || !scaling || !rule) return std::nullopt;
   if ((*code == CodeType::kInt4) != (*scaling == Scaling::kFloat16)) return std::nullopt;
+  const bool rows = *scaling == Scaling::kRows, int8 = *code == CodeType::kInt8;
+  if ((int8 && !rows) || (rows && tiles) || int8 != (*rule >= ScaleRule::kDeploy)) return std::nullopt;
   const int32_t expected = *scaling == Scaling::kTwoLevel  ? 16
                            : *scaling == Scaling::kE8M0    ? 32
                            : *scaling == Scaling::kFloat32 ? 128
                            : *scaling == Scaling::kTensor  ? 1
+                           : *scaling == Scaling::kRows    ? 1
                                                            : block;
   const bool packed_only = *scaling == Scaling::kTwoLevel,
-             wide_only = *scaling == Scaling::kFloat32 || *scaling == Scaling::kTensor;
+             wide_only = *scaling == Scaling::kFloat32 || *scaling == Scaling::kTensor || rows;
   if (block != expected || block < 1 || (packed_only && *code != CodeType::kE2M1) || (wide_only && *code == CodeType::kE2M1))
     return std::nullopt;
-  if (*scaling != Scaling::kTwoLevel && *rule >= ScaleRule::kSix) return std::nullopt;
+  if (*scaling != Scaling::kTwoLevel && *rule >= ScaleRule::kSix && *rule <= ScaleRule::kSearch) return std::nullopt;
   return Format{*code, *scaling, block, tiles, *rule, power_of_two, amax_epsilon};
 }
 
@@ -76,6 +83,11 @@ inline std::optional<Format> decode_format(const ffi::Dictionary& attributes, bo
   const auto amax_epsilon = attributes.get<float>("amax_epsilon");
   if (!code_name || !scaling_name || !rule_name || !block || !tiles || !power_of_two || !amax_epsilon) return std::nullopt;
   auto format = make_format(*code_name, *scaling_name, *rule_name, *block, *tiles, *power_of_two, *amax_epsilon);
+  if (format && format->scaling == Scaling::kRows) {
+    const auto least_scale = attributes.get<float>("least_scale");
+    if (!least_scale) return std::nullopt;
+    format->least_scale = *least_scale;
+  }
   if (!format || !attributes.contains("column_major")) return format;
   if (!may_be_column_major || format->scaling != Scaling::kFloat32 || format->tiles) return std::nullopt;
   format->column_major = true;

@@ -21,9 +21,9 @@ inline std::optional<BoundOperand> bind_operand(const ffi::AnyBuffer& data, cons
                                                 std::optional<int64_t> groups = std::nullopt) {
   auto format = decode_format(attributes, may_be_column_major);
   if (!format) return std::nullopt;
-  if (format->scaling == Scaling::kFloat16) {
+  if (format->scaling == Scaling::kFloat16 || format->scaling == Scaling::kRows) {
     const auto type = element_type(scale.element_type());
-    if (!type || *type == ElementType::kF32) return std::nullopt;
+    if (!type || (*type == ElementType::kF32 && format->scaling == Scaling::kFloat16)) return std::nullopt;
     format->scale_type = *type;
   }
   const Matrices m(data);

@@ -64,7 +64,7 @@ struct E5M2 : FloatType<8, 2, 15, Special::kInfinityAndNaN> {  // up to 57344
 #define JLP_FLOAT8_TYPES(use) use(E4M3) use(E5M2)
 
 #define JLP_ENUMERATOR(Type) k##Type,
-enum class CodeType : int32_t { kE2M1, JLP_FLOAT8_TYPES(JLP_ENUMERATOR) kInt4 };
+enum class CodeType : int32_t { kE2M1, JLP_FLOAT8_TYPES(JLP_ENUMERATOR) kInt4, kInt8 };
 #undef JLP_ENUMERATOR
 
 /// Calls visit(E4M3()), visit(E5M2()) ... for an 8-bit float.
@@ -88,7 +88,8 @@ static auto with_float(CodeType code, Visit visit) {
 
 /// Whether there is a GEMM of two operands of this type (numerics.md 9).
 static inline bool meets_itself(CodeType code) {
-  return code == CodeType::kE2M1 || with_float8(code, [](auto type) { return decltype(type)::kMeetsItself; });
+  if (code == CodeType::kE2M1 || code == CodeType::kInt8) return true;
+  return with_float8(code, [](auto type) { return decltype(type)::kMeetsItself; });
 }
 
 }  // namespace jaxlowprec
