@@ -30,6 +30,8 @@ RECIPES = {
     "FP8 block": jlp.Float8BlockScaling(),
     "FP8 current": jlp.Float8CurrentScaling(),
     "FP8 delayed": jlp.DelayedScaling(),
+    "FP8 rows": jlp.Float8RowScaling(),
+    "INT8 rows": jlp.Int8RowScaling(),
     "NVFP4Eden 16x16": jlp.NVFP4Eden("16x16"),
     "NVFP4Eden": jlp.NVFP4Eden(),
 }

@@ -9,6 +9,7 @@ from jaxlowprec import checkpoint_policies, delayed_scaling, layouts, ops, telem
 from jaxlowprec.arrays.formats import MXFP4, MXFP8, NVFP4, Float8Block, Float8Tensor, Int4
 from jaxlowprec.arrays.hadamard import DEFAULT_SIGNS, Hadamard
 from jaxlowprec.arrays.quantized_array import QuantizedArray
+from jaxlowprec.arrays.row_formats import Float8Rows, Int8Rows
 from jaxlowprec.layers.dot_general import dot_general, einsum
 from jaxlowprec.layers.linear import linear, quantize_kernel
 from jaxlowprec.layers.product import QuantizedKernel
@@ -26,6 +27,7 @@ from jaxlowprec.recipes.eden import NVFP4Eden
 from jaxlowprec.recipes.fields import Sums
 from jaxlowprec.recipes.qat import DEFAULT_EXCLUDE, Int4QAT, WeightQAT
 from jaxlowprec.recipes.roles import MMParams, QParams, Recipe, Role, Roles
+from jaxlowprec.recipes.rows import Float8RowScaling, Int8RowScaling
 from jaxlowprec.recipes.schedules import RecipeSchedule, recipe_schedule
 from jaxlowprec.recipes.transformer_engine import (
     DelayedScaling,
@@ -69,10 +71,14 @@ __all__ = [
     "Float8Block",
     "Float8BlockScaling",
     "Float8CurrentScaling",
+    "Float8RowScaling",
+    "Float8Rows",
     "Float8Tensor",
     "Hadamard",
     "Int4",
     "Int4QAT",
+    "Int8RowScaling",
+    "Int8Rows",
     "MMParams",
     "MXFP8BlockScaling",
     "NVFP4BlockScaling",

@@ -87,7 +87,8 @@ struct Random {
 
 /// One of the two ways to quantise a matrix: along its rows, or along its columns with the result stored K-major.
 struct QuantizeDirection {
-  const float* tensor = nullptr;  // [batch]: kTwoLevel and kTensor: the amax after rotation, or the encode scale; else null
+  const float* tensor = nullptr;  // [batch]: kTwoLevel and kTensor: the amax after rotation, or the encode scale; kRows:
+                                  // [batch, lines], amaxes, or null, rowwise: they are found; else null
   uint8_t* data = nullptr;        // null: not wanted
   uint8_t* scale = nullptr;
   Random random;
@@ -119,6 +120,15 @@ struct RowScaledQuantizeProblem {
   float* amax;  // [batch, rows]
   uint8_t* data;
   uint8_t* scale;
+};
+
+/// The amaxes of all lines: magnitude bits.
+struct LineAmaxesProblem {
+  const void* x;  // [batch, rows, columns]
+  ElementType type;
+  int64_t batch, rows, columns;
+  uint32_t* of_rows;     // [batch, rows]; null: not wanted
+  uint32_t* of_columns;  // [batch, columns], zero on entry; null: not wanted
 };
 
 struct AmaxProblem {

@@ -26,6 +26,9 @@ RECIPES: dict[str, Callable[[], jlp.Recipe | None]] = {
     "fp8_block": jlp.Float8BlockScaling,
     "fp8_current": jlp.Float8CurrentScaling,
     "fp8_delayed": jlp.DelayedScaling,
+    "fp8_rows": jlp.Float8RowScaling,
+    "int8_rows": jlp.Int8RowScaling,
+    "int8_rows-no-sr": lambda: jlp.Int8RowScaling(disable_stochastic_rounding=True),
     "int4_qat": jlp.Int4QAT,
     "nvfp4_qat": lambda: jlp.WeightQAT(jlp.NVFP4()),
 }

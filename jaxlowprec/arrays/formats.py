@@ -70,6 +70,7 @@ ELEMENTS = {
         ml_dtypes.float8_e5m2, jnp.float8_e5m2, 57344.0, mantissa_bits=2, exponent_bias=15, meets_itself=False
     ),
     "int4": Element(ml_dtypes.int4, jnp.uint8, 7.0, meets_itself=False),
+    "int8": Element(np.int8, jnp.int8, 127.0),
 }
 """All elements by the names that `Format.element` has."""
 
@@ -91,10 +92,10 @@ class Format:
     """The properties that every format states. `xla_ffi/problems.h` has its counterpart.
 
     Attributes:
-        element: of the codes, one of `ELEMENTS`: "e2m1" (4 bits), "e4m3", "e5m2" or "int4".
+        element: of the codes, one of `ELEMENTS`: "e2m1" (4 bits), "e4m3", "e5m2", "int4" or "int8".
         scaling: what the codes are relative to: "two_level" (an E4M3 scale per block and an amax per tensor), "e8m0"
             (a power of two per block), "float32" (one per block), "tensor" (one float32), "float16" (a 16-bit float per
-            block, bfloat16 or float16).
+            block, bfloat16 or float16), "rows" (a float per line along the quantised axis).
         scale_dtype: of the scales.
         block, scale_rule, power_of_two, amax_epsilon: fields of the formats that have them, else these defaults.
         row_scaled: whether each line along the quantised axis is a tensor with an amax of its own.
@@ -103,7 +104,7 @@ class Format:
     """
 
     element: str
-    scaling: Literal["two_level", "e8m0", "float32", "tensor", "float16"]
+    scaling: Literal["two_level", "e8m0", "float32", "tensor", "float16", "rows"]
     scale_dtype: Any
     block: tuple[int, int] = (1, 1)
     scale_rule: ScaleRule = "up"
@@ -115,8 +116,12 @@ class Format:
 
     @property
     def length(self) -> int:
-        """Elements of a block along the quantised axis; 1 where the tensor is the block."""
+        """Elements of a block along the quantised axis; 1 where the tensor or the line is the block."""
         return self.block[1]
+
+    def blocks(self, length: int) -> int:
+        """How many scales a line of so many elements has, unless its tensor has the only one."""
+        return 1 if self.scaling == "rows" else -(-length // self.length)
 
     @property
     def tiles(self) -> bool:
@@ -197,7 +202,7 @@ class Format:
     def __str__(self) -> str:
         words = [type(self).__name__]
         words += [self.element.upper()] if self.element != "e2m1" else []
-        words += [f"{self.block[0]}x{self.block[1]}"] if self.scaling != "tensor" else []
+        words += [f"{self.block[0]}x{self.block[1]}"] if self.length > 1 else []
         words += ["row-scaled"] if self.row_scaled else []
         return " ".join(words)
 

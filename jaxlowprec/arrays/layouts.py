@@ -81,7 +81,7 @@ def gemm_scales(q: QuantizedArray) -> Array:
     | NVFP4, MXFP8, MXFP4 | `swizzle`; those of square tiles are repeated for each row first |
     | Float8Block 1x128 | transposed, rows padded to a multiple of 4: [..., ceil(C/128), roundup(R, 4)] |
     | Float8Block 128x128 | blocks padded to a multiple of 4: [..., ceil(R/128), roundup(ceil(C/128), 4)] |
-    | Float8Tensor | as it is |
+    | Float8Tensor, Float8Rows, Int8Rows | as it is |
 
     R is the number of lines, C the contracted length: for a columnwise array the logical sizes swapped.
 
@@ -91,7 +91,7 @@ def gemm_scales(q: QuantizedArray) -> Array:
     rows, _ = _lines(q, "gemm_scales")
     _check_format("gemm_scales", q.format)
     fmt, scale = q.format, q.scale
-    if fmt.scaling == "tensor":
+    if fmt.scaling in ("tensor", "rows"):
         return scale
     if fmt.scaling == "float32":
         return pad_to_multiples(scale if fmt.tiles else jnp.swapaxes(scale, -1, -2), 1, 4)
@@ -108,7 +108,7 @@ def logical_scales(scales: Array, fmt: Format, *, rows: int, columns: int) -> Ar
     _check_format(who, fmt)
     rows, columns = _sizes(who, rows, columns)
     scales = _array(who, "scales", scales)
-    if fmt.scaling == "tensor":
+    if fmt.scaling in ("tensor", "rows"):
         return scales
     lines, blocks = -(-rows // fmt.length) if fmt.tiles else rows, -(-columns // fmt.length)
     if fmt.scaling == "float32":
@@ -166,7 +166,7 @@ def from_compact(
         data = jnp.swapaxes(data, -1, -2)
         scale = scale if fmt.scaling == "tensor" else jnp.swapaxes(scale, -1, -2)
     lines, length = data.shape[-2:]
-    blocks = (-(-lines // fmt.length) if fmt.tiles else lines, -(-length // fmt.length))
+    blocks = (-(-lines // fmt.length) if fmt.tiles else lines, fmt.blocks(length))
     expected = (*data.shape[:-2], *(() if fmt.scaling == "tensor" else blocks))
     if scale.shape != expected:
         raise ValueError(f"{who}: scales have shape {scale.shape}, their lines first; {fmt} needs {expected}")

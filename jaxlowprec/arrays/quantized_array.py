@@ -31,10 +31,10 @@ class QuantizedArray:
 
         dequantize(q)  ~ the array, in its original orientation
         data           uint8 [..., M, ceil(K/b) * b/2] for packed 4-bit formats: element 2i in the low nibble of byte i;
-                       float8 [..., M, K] for 8-bit formats, K padded to whole transforms where it is rotated
+                       float8 or int8 [..., M, K] for 8-bit formats, K padded to whole transforms where it is rotated
                        Int4: [..., M, ceil(ceil(K/b) * b / 2)], code + 8 where symmetric, a last odd nibble decodes to 0
-        scale          [..., M, ceil(K/b)]; for b x b tiles [..., ceil(M/b), ceil(K/b)]; for Float8Tensor [...];
-                       of the format's `scale_dtype`
+        scale          [..., M, ceil(K/b)]; for b x b tiles [..., ceil(M/b), ceil(K/b)]; for Float8Tensor [...]; for
+                       Float8Rows and Int8Rows [..., M, 1]; of the format's `scale_dtype`
         zero_point     uint8 [..., M, ceil(K/b)], 0 to 15, for asymmetric Int4; else None
         amax           float32 [...], after the rotation, or None; of row-scaled formats [..., M]
         signs          uint32 [..., 4], if the rotation has drawn signs: sign i is -1 where bit i % 32 of word i / 32 is
@@ -184,7 +184,7 @@ def _is_size(size: Any) -> bool:
 
 def arrays_of_lines(fmt: Format, lines: int, length: int) -> list[tuple[tuple[int, ...], Any]]:
     """Shape and dtype of the codes and of the scales of `lines` lines of length `length`."""
-    blocks = -(-length // fmt.length)
+    blocks = fmt.blocks(length)
     codes = -(-blocks * fmt.length // 2) if fmt.packed else length
     scales = () if fmt.scaling == "tensor" else (-(-lines // fmt.length) if fmt.tiles else lines, blocks)
     return [((lines, codes), fmt.data_dtype), (scales, fmt.scale_dtype)]

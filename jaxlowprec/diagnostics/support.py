@@ -171,7 +171,9 @@ def _portable(op: str, platform: str, formats: tuple[Format, ...]) -> str:
         product = f"XLA's product with the weight decoded to {exact}"
     elif not all(map(portable.is_exact_in_bfloat16, formats)):
         product = "XLA's product of float32 at the highest precision"
-    elif formats and formats[0].scaling == "tensor" and platform in portable.FLOAT8_DOTS:
+    elif formats[0].element == "int8":
+        product = "XLA's product of 8-bit integers, exact sums in int32"
+    elif formats[0].scaling in ("tensor", "rows") and platform in portable.FLOAT8_DOTS:
         product = "XLA's product of FP8 codes"
     else:
         product = "XLA's product of operands decoded to bfloat16"

@@ -64,8 +64,8 @@ def all_gather_quantized(q: QuantizedArray, axis_name: AxisName, *, axis: int = 
     dim = -1 if along_blocks else -2
     sizes = list(q.matrix_shape)
     sizes[from_the_end] *= jax.lax.axis_size(axis_name)
-    per_tensor = q.format.scaling == "tensor"
-    scale = _shared(q.scale, q.data, axis_name) if per_tensor else gathered(q.scale, names, dim)
+    shares = q.format.scaling == "tensor" or (q.format.scaling == "rows" and along_blocks)
+    scale = _shared(q.scale, q.data, axis_name) if shares else gathered(q.scale, names, dim)
     scale, signs = _with_shared_signs(scale, q, axis_name)
     return dataclasses.replace(
         q,

@@ -60,7 +60,8 @@ class LayerCall:
     Attributes:
         who: the name of the function, for messages.
         name: the layer's name.
-        recipe: the recipe that the layer follows in this call; None for high precision, and for a loaded weight.
+        recipe: the recipe that the layer follows in this call; None for high precision, and for a loaded weight that is
+            multiplied by inputs in high precision.
         key: the key of stochastic rounding and of drawn signs, or None.
         quantized: the weight if it is quantised already, or None.
         state: the state of delayed scaling, or None.
@@ -300,7 +301,9 @@ def layer_call(
     if quantized is not None:
         raise ValueError(f"{who}: kernel is quantised and quantized_kernel= is given; needs one of them")
     weight_only.check_loaded(who, name, kernel, resolve(who, recipe))
-    return None, LayerCall(who, name, None, key, QuantizedKernel(None, kernel, True), state, precision, kind=kind)
+    with_inputs = own is not None and own.roles(kind, name).serves_inputs
+    held = QuantizedKernel(None, kernel, weight_only=not with_inputs)
+    return None, LayerCall(who, name, own if with_inputs else None, key, held, state, precision, kind=kind)
 
 
 def check_kernel(who: str, quantized: Any) -> None:
@@ -411,5 +414,5 @@ def quantized_weight(
     """
     randomness = weight_randomness(who, roles, key, kernel.shape, name)
     options: Any = {"requantized": "weight" in roles.requantized, "randomness": randomness, "encode": encode}
-    options["axis_name"] = axis_name
+    options |= {"axis_name": axis_name, "served_dtype": roles.served_dtype}
     return QuantizedKernel(*weight_both_ways(kernel, *roles.forms("weight"), **options))

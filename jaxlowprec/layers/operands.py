@@ -16,6 +16,7 @@ from jaxlowprec.ops.grouped_matmul.api import quantize_groups
 from jaxlowprec.ops.hadamard import STREAM_OF_DGRAD, drawn_signs
 from jaxlowprec.ops.quantize.api import quantize, quantize_both
 from jaxlowprec.ops.quantize.random_bits import Randomness, further_words, slice_words
+from jaxlowprec.ops.rounding import narrowed
 from jaxlowprec.recipes.roles import BackwardOverride, Role, Roles
 
 
@@ -133,12 +134,20 @@ def both_ways(
     return one(row, -1, row_amax, row_sign_key), one(column, -2, column_amax, sign_key)
 
 
+def rounded_to(w: jax.Array, served_dtype: str | None) -> jax.Array:
+    """w rounded to that dtype; w itself if that is None."""
+    if served_dtype is None or w.dtype == served_dtype:
+        return w
+    return narrowed(w.astype(jnp.float32), jnp.dtype(served_dtype)).astype(served_dtype)
+
+
 def weight_both_ways(
     w: jax.Array,
     row: Role | None,
     column: Role | None,
     *,
     requantized: bool = False,
+    served_dtype: str | None = None,
     encode: jax.Array | None = None,
     randomness: Randomness | None = None,
     axis_name: Any = None,
@@ -147,10 +156,12 @@ def weight_both_ways(
 
     Arguments:
         requantized: the rowwise form is quantised from the columnwise one, decoded to bfloat16.
+        served_dtype: the dtype that w is rounded to first, or None.
         randomness: the source of the bits and the signs that the rowwise form takes, if it takes some; see
             `Roles.draws_for_weight`.
     """
     given: Any = {"encode": encode, "axis_name": axis_name}
+    w = rounded_to(w, served_dtype)
     drawn: Any = {}
     if row is not None and randomness is not None:
         source = randomness.words_for(lambda: tensor_amax(w, True, None)[0])

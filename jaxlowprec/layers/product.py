@@ -280,6 +280,7 @@ def fprop(
             row, column = role_of(spec.dgrad, 1, keep), role_of(spec.fprop, 1)
             requantized = spec.requantizes("weight")
             options: Any = {"requantized": requantized, "encode": encode, "randomness": product.of_weight}
+            options["served_dtype"] = spec.roles.served_dtype
             w_row, w_column = weight_both_ways(w, row, column, **options)
     with in_profiles("fprop"):
         if spec.fprop:

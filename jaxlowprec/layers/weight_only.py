@@ -24,6 +24,7 @@ from jaxlowprec import wiring
 from jaxlowprec.arrays.formats import Format
 from jaxlowprec.arrays.quantized_array import QuantizedArray, check_quantized
 from jaxlowprec.layers.measured import measured_weight
+from jaxlowprec.layers.operands import rounded_to
 from jaxlowprec.layers.residuals import (
     CHECKPOINT_NAMES,
     bias_gradient,
@@ -37,7 +38,6 @@ from jaxlowprec.layers.residuals import (
 )
 from jaxlowprec.ops.fake_quantize import fake_quantize
 from jaxlowprec.ops.quantize.api import quantize
-from jaxlowprec.ops.rounding import narrowed
 from jaxlowprec.ops.scaled_matmul.api import scaled_matmul
 from jaxlowprec.ops.weight_only_matmul.api import weight_only_matmuls
 from jaxlowprec.ops.weight_only_matmul.op import weight_only_dgrad
@@ -138,11 +138,6 @@ def quantize_weight(
     return dataclasses.replace(q, dtype=w.dtype)
 
 
-def rounded_to(w: jax.Array, served_dtype: str | None) -> jax.Array:
-    """w rounded to that dtype; w itself if that is None."""
-    return w if served_dtype is None else narrowed(w.astype(jnp.float32), jnp.dtype(served_dtype)).astype(served_dtype)
-
-
 def through_estimator(dw: jax.Array, w: jax.Array, served: WeightServing) -> jax.Array:
     """The gradient of the master weight w from that of its quantised form, in the gradient's dtype."""
     as_served = rounded_to(w, served.served_dtype).astype(jnp.float32)
@@ -193,9 +188,9 @@ def check_loaded(who: str, name: str, q: QuantizedArray, recipe: Recipe | None) 
     roles = recipe.roles("linear", name)
     role = roles.forms("weight")[1]
     wants = "high precision" if role is None else str(role.format)
-    if roles.ste is None and role is not None:
+    if roles.served is None and role is not None:
         wants += " with quantised activations"
-    if roles.ste is None or role is None or role.format != q.format:
+    if roles.served is None or role is None or role.format != q.format:
         raise ValueError(
             f"{who}: layer {name!r} has a kernel in {q.format}, but the recipe wants {wants}; a loaded kernel needs no "
             "recipe: pass recipe=None or use autocast(enabled=False), or load what the recipe wants"

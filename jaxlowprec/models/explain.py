@@ -180,9 +180,9 @@ def _applied(
     sums = _sums_of(recipe.at(name), is_grouped)
     if isinstance(axes, str):
         return AppliedRecipe(path, kernel.shape, roles, note, unserved=axes, sums=sums)
-    if roles.ste is not None and roles.weight is not None:
+    if roles.served is not None:
         try:
-            check_whole_blocks("explain", path, _matrices_type(kernel, axes), roles.weight.format)
+            check_whole_blocks("explain", path, _matrices_type(kernel, axes), roles.served.format)
         except ValueError as error:
             note = str(error)
     return AppliedRecipe(path, kernel.shape, roles, note, axes, sums=sums)

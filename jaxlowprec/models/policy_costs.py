@@ -101,12 +101,12 @@ def _frontier(options: list[Option]) -> list[Option]:
 
 
 def _bits_of(role: Any) -> float:
-    """Bits of an element and its part of a scale; a tensor's own scale is too little to count."""
+    """Bits of an element and its part of a scale; that of a tensor or a line is too little to count."""
     if role is None:
         return _HIGH
     fmt: Format = role.format
     codes = 4.0 if fmt.packed else 8.0
-    if fmt.scaling == "tensor":
+    if fmt.scaling in ("tensor", "rows"):
         return codes
     height, length = fmt.block
     return codes + 8 * np.dtype(fmt.scale_dtype).itemsize / (height * length)

@@ -81,7 +81,7 @@ def quantize_params(
     if callable(model) and not isinstance(model, nn.Module | nnx.Module | type):
         return _of_function(model, recipe, args, kwargs)
     layers = explained(_WHO, model, recipe, *args, **kwargs).layers
-    chosen = [layer for layer in layers if layer.roles.ste is not None and layer.roles.weight is not None]
+    chosen = [layer for layer in layers if layer.roles.served is not None]
     if isinstance(model, nnx.Module):
         return _served_module(model, recipe, chosen)
     _check_some(chosen)
@@ -178,7 +178,7 @@ def _of_function(fn: Any, recipe: Any, args: Any, kwargs: Any) -> Any:
             if own is None or is_quantized(traced.leaves[single.leaf].loaded):
                 continue
             found = own.roles(MODULE_TYPE if product.grouped else "linear", single.name)
-            if found.ste is not None and found.weight is not None:
+            if found.served is not None:
                 roles[single.leaf] = found
     _check_some(roles)
     trace = traced.trace_if_loaded(set(roles))

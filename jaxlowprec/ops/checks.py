@@ -66,6 +66,14 @@ def choose(who: str, implementation: Implementation) -> Platforms:
     return {"platforms": platforms, "elsewhere": "refused", "missing": native.library().missing}
 
 
+def cpu_only(chosen: Platforms, what: str) -> Platforms:
+    """`choose`'s arguments for an op that has no CUDA kernel of `what`."""
+    own: Platforms = {"platforms": tuple(p for p in chosen["platforms"] if p != "cuda")}
+    if "missing" in chosen:
+        own["missing"] = {**chosen["missing"], "cuda": f"there is no CUDA kernel of {what}"}
+    return {**chosen, **own}
+
+
 def float_array(who: str, name: str, x: Any) -> jax.Array:
     """`x` as an array of one of the three float types the kernels take."""
     if not hasattr(x, "dtype") or not hasattr(x, "shape"):

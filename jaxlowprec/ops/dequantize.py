@@ -15,7 +15,7 @@ from jaxlowprec import wiring
 from jaxlowprec.arrays.formats import Format
 from jaxlowprec.arrays.hadamard import Hadamard
 from jaxlowprec.arrays.quantized_array import QuantizedArray, as_matrices, check_quantized
-from jaxlowprec.ops.checks import Implementation, check_implementation, choose, float_dtype
+from jaxlowprec.ops.checks import Implementation, check_implementation, choose, cpu_only, float_dtype
 from jaxlowprec.ops.exact import e2m1_value
 from jaxlowprec.ops.hadamard import hadamard_transform, rotate_float32
 from jaxlowprec.ops.int4.op import dequantize_int4
@@ -109,8 +109,9 @@ def dequantize_op(
         code, scale_column, column = "cbytes" if fmt.packed else "c", "cblocks", "c"
         whole += dict.fromkeys((code, scale_column, column))
     scale = f"... {scale_row} {scale_column}"
-    if fmt.scaling == "tensor":
-        code, scale, column, whole = "c", "...", "c", []
+    if fmt.scaling in ("tensor", "rows"):
+        code = column = "c"
+        scale, whole = ("...", []) if fmt.scaling == "tensor" else ("... r one", ["one"])
     amax = ", ..." if fmt.scaling == "two_level" else ""
     text = f"... {row} {code}, {scale}{amax} -> ... {row} {column}"
     sizes = {f: n for f, n in sizes.items() if f" {f})" in text}
@@ -129,13 +130,14 @@ def dequantize_op(
         call = jax.ffi.ffi_call("jaxlowprec_dequantize", jax.ShapeDtypeStruct(*outputs(data)[0]))
         return [call(data, *operands, format=fmt.attributes, rotate=hadamard is not None, sign_mask=mask)]
 
+    chosen = choose("dequantize", implementation)
     return wiring.define(
         "jaxlowprec_dequantize",
         rule=wiring.ShardingRule(text, whole=whole, **sizes),
         outputs=outputs,
         reference=run_reference,
         native=run_native,
-        **choose("dequantize", implementation),
+        **(cpu_only(chosen, "scales of lines") if fmt.scaling == "rows" else chosen),
     )
 
 
@@ -150,7 +152,7 @@ def code_values(data: jax.Array, fmt: Format) -> jax.Array:
 def scale_values(scale: jax.Array, fmt: Format, rows: int) -> jax.Array:
     """Scales as float32, one per row and block [..., rows, blocks]: scales of tiles are repeated over the tile's rows.
 
-    A tensor's [...] becomes [..., 1, 1].
+    A tensor's [...] becomes [..., 1, 1], those of rows stay [..., rows, 1].
     """
     if fmt.scaling == "tensor":
         return scale[..., None, None]
@@ -172,7 +174,7 @@ def dequantize_rows(
 ) -> jax.Array:
     """Codes [..., R, bytes] -> [..., R, columns] of `dtype`: decoded and rotated back in float32, rounded once."""
     codes, scales = code_values(data, fmt), scale_values(scale, fmt, data.shape[-2])
-    if fmt.scaling != "tensor":
+    if fmt.scaling not in ("tensor", "rows"):
         scales = jnp.repeat(scales, fmt.length, axis=-1)[..., : codes.shape[-1]]
     values = flush(codes * scales)
     if amax is not None:

@@ -1,7 +1,8 @@
 """Recipes of quantisation-aware training: the forward pass uses the weight that will be served.
 
-Only the weight is quantised, as it is for serving, and multiplied by the same weight-only product that serves it, so
-a trained model and its export give the same bits. dgrad reads the same weight, and wgrad reaches the master weight.
+The weight is quantised as it is for serving, alone or with the activations, and multiplied by the product that serves
+it, so a trained model and its export give the same bits. The backward pass reads what fprop has read, decoded, in high
+precision, and wgrad reaches the master weight.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any
 
 from jaxlowprec.arguments import one_of, shown
 from jaxlowprec.arrays.formats import Format, Int4
+from jaxlowprec.ops.scaled_matmul.api import check_pair
 from jaxlowprec.recipes.fields import HEADS, ROUTERS, Use, check_patterns, environment_flag, is_chosen
 from jaxlowprec.recipes.roles import Recipe, Role, Roles, StraightThrough
 
@@ -42,6 +44,7 @@ class QAT(Recipe):
         weight_format: the format that kernels are quantised to, along K.
         ste: how the gradient passes the rounding to reach the master weight, see `fake_quantize`.
         dtype: the dtype that the master weight is first rounded to; None: none, or the format rounds itself.
+        activation_format: what inputs are quantised to, each token by itself; None: they are in high precision.
         include, exclude: regular expressions, searched for in a layer's name: in Linen its path ("block_0/mlp/up"), in
             NNX the name that it was given (see `jaxlowprec.nnx.name_layers`). A layer follows the recipe if a pattern
             of `include` matches and none of `exclude` does; other layers are computed without a recipe.
@@ -52,6 +55,7 @@ class QAT(Recipe):
     include: tuple[str, ...]
     exclude: tuple[str, ...]
     dtype: str | None = None
+    activation_format: Format | None = None
     backward_override = None
 
     def applies_to(self, name: str) -> bool:
@@ -66,9 +70,13 @@ class QAT(Recipe):
         return self if self.applies_to(name) else dataclasses.replace(chosen, include=(".*",), exclude=())
 
     def roles(self, module_type: str = "linear", name: str = "") -> Roles:
-        """A role for the weight only, in the layers that the patterns choose."""
+        """A role for the weight, and for the input of fprop, in the layers that the patterns choose."""
         if not self.applies_to(name):
             return Roles(None, None, None)
+        if self.activation_format is not None:
+            weight = Role(self.weight_format)
+            own: Any = {"fprop": (Role(self.activation_format), weight), "dgrad": "dequantized", "wgrad": "dequantized"}
+            return Roles(None, weight, None, served_dtype=self.dtype, **own)
         return Roles(None, Role(self.weight_format), None, self.ste, self.dtype)
 
     def _check(self) -> None:
@@ -148,10 +156,14 @@ class Int4QAT(QAT):
 
 @dataclasses.dataclass(frozen=True)
 class WeightQAT(QAT):
-    """Training for weights served in any format, with activations in high precision.
+    """Training for weights served in any format, with activations in high precision or quantised as they are served.
 
     Arguments:
-        weight_format: NVFP4, MXFP4, MXFP8, Float8Block, Float8Tensor or Int4, for all chosen layers.
+        weight_format: NVFP4, MXFP4, MXFP8, Float8Block, Float8Tensor, Float8Rows, Int8Rows or Int4, for all chosen
+            layers.
+        activation_format: a format that a GEMM takes with the weight's (see `scaled_matmul`): fprop then is the product
+            that serves. For example MXFP8() with MXFP4 weights (Kimi K3), Int8Rows() with Int8Rows("bfloat16") (W8A8).
+            A loaded weight under this recipe is multiplied by quantised inputs, too. None: inputs in high precision.
         ste, include, exclude: see `Int4QAT`.
         dtype: "bfloat16" or "float16": the dtype of the checkpoint whose weights will be quantised; the master weight
             is rounded to it first. None: the master weight itself is quantised. Int4 rounds to its own `scale_dtype`.
@@ -170,11 +182,29 @@ class WeightQAT(QAT):
     include: tuple[str, ...] = (".*",)
     exclude: tuple[str, ...] = DEFAULT_EXCLUDE
     dtype: str | None = "bfloat16"
+    activation_format: Format | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.weight_format, Format):
             raise TypeError(f"WeightQAT: weight_format={shown(self.weight_format)}; needs a format such as NVFP4()")
+        self._check_activations()
         one_of("WeightQAT", "dtype", self.dtype, "bfloat16", "float16", None)
         if self.weight_format.served_dtype is not None:
             object.__setattr__(self, "dtype", None)
         self._check()
+
+    def _check_activations(self) -> None:
+        """Raises unless a GEMM takes activations of this format with the weights'."""
+        fmt = self.activation_format
+        if fmt is None:
+            return
+        if not isinstance(fmt, Format):
+            raise TypeError(f"WeightQAT: activation_format={shown(fmt)}; needs a format such as Int8Rows(), or None")
+        if fmt.has_tensor_scale:
+            raise ValueError(
+                f"WeightQAT: activation_format={fmt}; its scale is that of the tensor, and a token's result would "
+                "depend on the tokens beside it: use a format by rows or blocks, or row_scaled=True"
+            )
+        check_pair("WeightQAT", fmt, self.weight_format)
+        if self.ste != "identity":
+            raise ValueError(f'WeightQAT: ste={shown(self.ste)} with activation_format={fmt}; needs ste="identity"')

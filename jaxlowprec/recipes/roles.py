@@ -119,8 +119,8 @@ class Roles:
             ones that fprop has read.
         ste: None; or, if only the weight is quantised, quantisation-aware training: fprop and dgrad use the quantised
             weight, and this straight-through estimator (see `fake_quantize`) takes the gradient to the master weight.
-        served_dtype: the dtype that the master weight is rounded to before that, like its exported copy; None: none, or
-            the format itself rounds (`Int4`).
+        served_dtype: the dtype that the master weight is rounded to before it is quantised, like its exported copy;
+            None: none, or the format itself rounds (`Int4`).
         requantized: tensors, "input" or "weight", whose form for the backward pass is quantised from what fprop reads,
             decoded to bfloat16, where fprop quantises them: then the backward pass differentiates what the forward pass
             has computed.
@@ -254,6 +254,16 @@ class Roles:
             role = getattr(self, tensor)
             return role if role is None or gemm == "wgrad" else role.without_rotation
         return own[GEMMS[gemm].index(tensor)] if isinstance(own, tuple) else None
+
+    @property
+    def served(self) -> Role | None:
+        """The role of the weight, if training computes what serving does: quantisation-aware training."""
+        return self.weight if self.ste is not None or self.serves_inputs else None
+
+    @property
+    def serves_inputs(self) -> bool:
+        """Whether it does so with quantised inputs; their gradients, and the weight's, pass the rounding unchanged."""
+        return self.weight is not None and isinstance(self.fprop, tuple) and self.dgrad == self.wgrad == "dequantized"
 
     @property
     def quantizes_weight(self) -> bool:

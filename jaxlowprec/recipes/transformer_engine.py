@@ -52,7 +52,7 @@ def check_common(recipe: Any) -> None:
             )
 
 
-def _elements(fp8_format: Fp8Format) -> tuple[Float8, Float8]:
+def elements_of(fp8_format: Fp8Format) -> tuple[Float8, Float8]:
     """Element types of the forward operands and of the gradients."""
     return "e4m3", "e5m2" if fp8_format == "HYBRID" else "e4m3"
 
@@ -174,7 +174,7 @@ class MXFP8BlockScaling(Recipe):
 
     def roles(self, module_type: str = "linear", name: str = "") -> Roles:
         """Roles with blocks of 1x32, the same for all layers."""
-        forward, gradient = _elements(self.fp8_format)
+        forward, gradient = elements_of(self.fp8_format)
         weight = MXFP8(forward, (32, 32) if self.enable_2d_quantization else (1, 32))
         return Roles(Role(MXFP8(forward)), Role(weight), Role(MXFP8(gradient)))
 
@@ -243,7 +243,7 @@ class Float8BlockScaling(Recipe):
 
     def roles(self, module_type: str = "linear", name: str = "") -> Roles:
         """The roles of every layer: they do not depend on its kind or name."""
-        forward, gradient = _elements(self.fp8_format)
+        forward, gradient = elements_of(self.fp8_format)
 
         def role(role: str, element: Float8, dim: int) -> Role:
             return self._quantization(role).role(Float8Block(element, (128, 128) if dim == 2 else (1, 128)))
@@ -293,7 +293,7 @@ class Float8CurrentScaling(Recipe):
 
     def roles(self, module_type: str = "linear", name: str = "") -> Roles:
         """The roles of every layer: they do not depend on its kind or name."""
-        forward, gradient = _elements(self.fp8_format)
+        forward, gradient = elements_of(self.fp8_format)
 
         def role(given: QParams | None, element: Float8) -> Role:
             return (given or QParams(power_2_scale=self.use_power_2_scales)).role(Float8Tensor(element))
@@ -364,7 +364,7 @@ class DelayedScaling(Recipe):
 
     def roles(self, module_type: str = "linear", name: str = "") -> Roles:
         """The roles of every layer: they do not depend on its kind or name."""
-        forward, gradient = _elements(self.fp8_format)
+        forward, gradient = elements_of(self.fp8_format)
         return Roles(Role(Float8Tensor(forward)), Role(Float8Tensor(forward)), Role(Float8Tensor(gradient)))
 
     @property

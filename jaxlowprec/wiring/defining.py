@@ -184,8 +184,8 @@ def define(
             is split and combining the results is not enough; no result has that factor. `add_up` adds up an array laid
             out as a result. The sum may stay scattered if all results are laid out alike; operands without a reduction
             factor are then split as the results are.
-        when_split: (axes, *arrays) -> arrays, used instead of `reference` and `collective` when those mesh axes split a
-            reduction factor: for results that have the factor, and depend on all of it.
+        when_split: (axes, *arrays) -> arrays, used instead of `reference` and `collective` when mesh axes split
+            reduction factors: for results that have a factor, and depend on all of it. `axes` has those of each.
         out_spec: in explicit mode, the wanted partition of the first result; followed as far as the rule allows.
         portable: as `reference`, for compilers of any platform to make fast: its bytes need not be the kernels'. A
             mapping has a body for each of some platforms, and under None that for all others. None: the reference.
@@ -294,7 +294,7 @@ def define(
         def compute(*local_args: jax.Array) -> tuple[jax.Array, ...]:
             with _as_by_default():  # the collective's own scalar computation too
                 if reduced and when_split:
-                    return tuple(when_split(reduced, *local_args))
+                    return tuple(when_split({f: split.get(f, ()) for f in rule.reductions}, *local_args))
                 if reduced and when_reduced:
                     operands, words = (local_args[:-1], local_args[-1]) if adder.drawn else (local_args, None)
                     return tuple(when_reduced(functools.partial(add_up, words=words), *operands))

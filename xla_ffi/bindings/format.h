@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "../problems.h"
+#include "buffers.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace jaxlowprec {
@@ -70,6 +71,16 @@ inline std::optional<Format> make_format(std::string_view code_name, std::string
     return std::nullopt;
   if (*scaling != Scaling::kTwoLevel && *rule >= ScaleRule::kSix && *rule <= ScaleRule::kSearch) return std::nullopt;
   return Format{*code, *scaling, block, tiles, *rule, power_of_two, amax_epsilon};
+}
+
+/// Sets the type of a line's or a group's scale to that of their buffer. False: it has no such scales.
+inline bool take_scale_type(Format& format, const ffi::AnyBuffer& scale) {
+  const bool rows = format.scaling == Scaling::kRows;
+  if (!rows && format.scaling != Scaling::kFloat16) return true;
+  const auto type = element_type(scale.element_type());
+  if (!type || (*type == ElementType::kF32 && !rows)) return false;
+  format.scale_type = *type;
+  return true;
 }
 
 /// The format, or nothing where the dictionary lacks an entry or has one this build does not know. `may_be_column_major`:

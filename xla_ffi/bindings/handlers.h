@@ -36,7 +36,8 @@
   each(grouped_wgrad)          \
   each(grouped_weight_only)    \
   each(weight_only_matmuls)    \
-  each(intact_state)
+  each(intact_state)           \
+  each(line_amaxes)
 // clang-format on
 
 namespace jaxlowprec {

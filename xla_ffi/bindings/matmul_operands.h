@@ -21,11 +21,7 @@ inline std::optional<BoundOperand> bind_operand(const ffi::AnyBuffer& data, cons
                                                 std::optional<int64_t> groups = std::nullopt) {
   auto format = decode_format(attributes, may_be_column_major);
   if (!format) return std::nullopt;
-  if (format->scaling == Scaling::kFloat16 || format->scaling == Scaling::kRows) {
-    const auto type = element_type(scale.element_type());
-    if (!type || (*type == ElementType::kF32 && format->scaling == Scaling::kFloat16)) return std::nullopt;
-    format->scale_type = *type;
-  }
+  if (!take_scale_type(*format, scale)) return std::nullopt;
   const Matrices m(data);
   const int64_t columns = depth.value_or(format->packed() ? 2 * m.columns : m.columns);
   const int64_t scales = groups && format->scaling == Scaling::kTensor ? *groups : m.batch * format->scales(m.rows, columns);

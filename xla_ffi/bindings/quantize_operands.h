@@ -38,13 +38,17 @@ struct QuantizeOperands {
 template <class Engine>
 ffi::Error read_directions(Engine& engine, const QuantizeOperands& given, const ffi::RemainingArgs& args,
                            ffi::RemainingRets& results, QuantizeProblem& p) {
-  const Format& format = p.format;
+  Format& format = p.format;
   JLP_REQUIRE(format.code != CodeType::kInt4);
   JLP_REQUIRE(!p.rotate_columns || (format.scaling == Scaling::kTwoLevel && !format.tiles));
   JLP_REQUIRE(!given.eden || (given.stochastic && format.scaling == Scaling::kTwoLevel && !format.tiles));
   JLP_REQUIRE(!format.chooses_scales() || !given.stochastic || given.eden);
   JLP_REQUIRE(!p.encode_scale_given || format.scaling == Scaling::kTensor);
-  JLP_REQUIRE(args.size() == given.first_operand + given.operands(format));
+  size_t tensors = given.tensors(format);
+  if (format.scaling == Scaling::kRows && args.size() > given.first_operand + given.operands(format))
+    tensors = given.directions();  // amaxes of lines, found elsewhere
+  JLP_REQUIRE(args.size() == given.first_operand + given.operands(format) - given.tensors(format) + tensors);
+  JLP_REQUIRE(format.scaling != Scaling::kRows || !given.columnwise || tensors > 0);
   JLP_REQUIRE(results.size() == given.first_result + given.results() + given.further_results);
   p.eden = given.eden;
   for (size_t i = 0; i < given.directions(); ++i) {
@@ -55,20 +59,22 @@ ffi::Error read_directions(Engine& engine, const QuantizeOperands& given, const 
     auto data = results.get<ffi::AnyBuffer>(place), scale = results.get<ffi::AnyBuffer>(place + 1);
     if (data.has_error()) return data.error();
     if (scale.has_error()) return scale.error();
+    JLP_REQUIRE(take_scale_type(format, **scale));
     JLP_REQUIRE(static_cast<int64_t>((*data)->size_bytes()) == p.batch * lines * format.row_bytes(length));
     JLP_REQUIRE(static_cast<int64_t>((*scale)->size_bytes()) ==
                 p.batch * format.scales(lines, length) * format.scale_bytes());
     direction.data = static_cast<uint8_t*>(written(engine, **data));
     direction.scale = static_cast<uint8_t*>(written(engine, **scale));
     size_t operand = given.first_operand + i;
-    if (given.tensors(format) > 0) {
+    if (tensors > 0) {
       const auto tensor = args.get<ffi::Buffer<ffi::F32>>(operand);
       if (tensor.has_error()) return tensor.error();
-      JLP_REQUIRE(static_cast<int64_t>(tensor->element_count()) == p.batch);
+      const int64_t each = format.scaling == Scaling::kRows ? lines : 1;
+      JLP_REQUIRE(static_cast<int64_t>(tensor->element_count()) == p.batch * each);
       direction.tensor = tensor->typed_data();
     }
     if (!given.stochastic) continue;
-    operand = given.first_operand + given.tensors(format);
+    operand = given.first_operand + tensors;
     const auto key = args.get<ffi::Buffer<ffi::U32>>(operand);
     const auto line_ids = args.get<ffi::Buffer<ffi::U32>>(operand + 1 + 2 * i);
     const auto sixteen_ids = args.get<ffi::Buffer<ffi::U32>>(operand + 2 + 2 * i);

@@ -14,8 +14,9 @@ namespace JLP_ISA {
   int64_t name##_chunks(const Problem&); \
   void name##_chunk(const Problem&, int64_t chunk);
 JLP_OPERATIONS(JLP_ENTRY)
-JLP_ENTRY(quantize_nvfp4, QuantizeProblem)  // `quantize` is one of these two
+JLP_ENTRY(quantize_nvfp4, QuantizeProblem)  // `quantize` is one of these
 JLP_ENTRY(quantize_blocks, QuantizeProblem)
+JLP_ENTRY(quantize_lines, QuantizeProblem)
 #undef JLP_ENTRY
 
 template <class Visit>

@@ -6,14 +6,20 @@
 namespace jaxlowprec {
 namespace JLP_ISA {
 
-static bool is_nvfp4(const QuantizeProblem& p) { return p.format.scaling == Scaling::kTwoLevel; }
-
 int64_t quantize_chunks(const QuantizeProblem& p) {
-  return is_nvfp4(p) ? quantize_nvfp4_chunks(p) : quantize_blocks_chunks(p);
+  switch (p.format.scaling) {
+    case Scaling::kTwoLevel: return quantize_nvfp4_chunks(p);
+    case Scaling::kRows: return quantize_lines_chunks(p);
+    default: return quantize_blocks_chunks(p);
+  }
 }
 
 void quantize_chunk(const QuantizeProblem& p, int64_t chunk) {
-  return is_nvfp4(p) ? quantize_nvfp4_chunk(p, chunk) : quantize_blocks_chunk(p, chunk);
+  switch (p.format.scaling) {
+    case Scaling::kTwoLevel: return quantize_nvfp4_chunk(p, chunk);
+    case Scaling::kRows: return quantize_lines_chunk(p, chunk);
+    default: return quantize_blocks_chunk(p, chunk);
+  }
 }
 
 extern const Kernels kernels;

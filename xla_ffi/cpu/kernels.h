@@ -16,6 +16,7 @@ namespace jaxlowprec {
 // clang-format off
 #define JLP_OPERATIONS(each)                        \
   each(amax, AmaxProblem)                           \
+  each(line_amaxes, LineAmaxesProblem)              \
   each(quantize, QuantizeProblem)                   \
   each(row_scaled_quantize, RowScaledQuantizeProblem)       \
   each(dequantize, DequantizeProblem)               \

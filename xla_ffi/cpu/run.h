@@ -45,6 +45,7 @@ void parallel_for(Pool& pool, int64_t chunks, int64_t most_threads, const Body& 
 
 // Estimated time of a problem on one AVX2 core, in picoseconds: exact enough to tell 20 us from 200.
 inline int64_t cost(const AmaxProblem& p) { return p.batch * p.rows * p.columns * (p.rotated ? 150 : 50); }
+inline int64_t cost(const LineAmaxesProblem& p) { return p.batch * p.rows * p.columns * 150; }
 inline int64_t cost(const QuantizeProblem& p) {
   const int64_t directions = (p.rowwise.data ? 1 : 0) + (p.columnwise.data ? 1 : 0);
   return p.batch * p.rows * p.columns * directions * 500;

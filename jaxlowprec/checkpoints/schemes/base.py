@@ -48,7 +48,7 @@ class Scheme(abc.ABC):
         scale_dtypes: dtypes that scales may have, for schemes with a `scale_dtype` of their own.
         regex_ignores: whether `quantization_config` can name modules by regular expressions ("re:...").
         family: the `quant_method` whose configurations can name several schemes; None: only one.
-        has_format: whether `compress(w)` is `store(quantize(w, format))`; otherwise `format` raises ValueError.
+        has_format: whether `compress(w)` is `store(quantize(w, format))`, whatever the dtype of w.
         of_expert_arrays: whether weights are arrays that hold all experts of a layer, instead of matrices.
         joint: what stands between a module's name and the last part of a tensor's.
         scalars: required tensors whose shape may be [].

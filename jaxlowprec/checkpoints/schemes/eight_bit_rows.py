@@ -2,12 +2,9 @@
 
     w = code * scale       in float32, rounded once
 
-An engine scales each token at run time, or by the module's `input_scale`. compressed-tensors' rule of quantising:
-
-    scale = RNE_dtype(amax of the row / (448 or 127.5)), in the weight's dtype; the dtype's epsilon where that is 0
-    code  = RNE(clamp(fl(w / scale)))                    in float32
-
-Its kernels divide in float32, as here. Its other path, on CPUs, rounds the quotient to the weight's dtype too.
+An engine scales each token at run time, or by the module's `input_scale`. The rules are compressed-tensors', those of
+`jaxlowprec.Float8Rows` and `Int8Rows` with scales in the weight's dtype (numerics.md 18), and its kernels', which
+divide in float32. Its other path, on CPUs, rounds the quotient to the weight's dtype too.
 Source: compressed-tensors 0.20.
 """
 
@@ -19,13 +16,12 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import jax
-import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 
 from jaxlowprec.arguments import as_array
-from jaxlowprec.arrays.formats import Float8Block, Float8Tensor, Format
+from jaxlowprec.arrays.formats import Format
 from jaxlowprec.arrays.quantized_array import QuantizedArray
+from jaxlowprec.arrays.row_formats import Float8Rows, Int8Rows
 from jaxlowprec.checkpoints.files.dtypes import all_finite
 from jaxlowprec.checkpoints.schemes.base import FLOATS, Scheme, Spec, Tensors, as_dtype, on_the_cpu
 from jaxlowprec.checkpoints.schemes.codes import E4M3
@@ -33,11 +29,9 @@ from jaxlowprec.checkpoints.schemes.compressed_tensors import config_of
 from jaxlowprec.checkpoints.schemes.eight_bit_tensors import FLOAT8, Activations, activations_of, check_activations
 from jaxlowprec.ops.quantize.api import quantize
 
-_AT_ONCE = 1 << 22  # elements
-
 
 @dataclasses.dataclass(frozen=True)
-class _Rows(Scheme):
+class _Channels(Scheme):
     """The common part.
 
     Arguments:
@@ -66,37 +60,27 @@ class _Rows(Scheme):
             raise ValueError(f"{self.name}: scale_dtype={self.scale_dtype!r}; needs {' or '.join(FLOATS)}, or None")
 
     @abc.abstractmethod
-    def _quantised(self, weight: np.ndarray, scale: np.ndarray) -> np.ndarray:
-        """Codes of rows in float32, scaled by [rows, 1]."""
+    def _format(self, scale_dtype: str) -> Format:
+        """The format with scales of a dtype."""
 
     @abc.abstractmethod
     def _numbers(self, codes: np.ndarray) -> np.ndarray:
         """Codes as float32 numbers; the result may be overwritten."""
 
     @property
-    @abc.abstractmethod
-    def _half_range(self) -> float:
-        """The divisor of a row's amax."""
-
-    @property
     def format(self) -> Format:
-        """Raises ValueError: no format of this library quantises by rows."""
-        raise ValueError(f"{self.name}.format: no format of this library quantises by rows; use `compress`")
+        """Float8Rows or Int8Rows with scales of `scale_dtype`, or of a bfloat16 weight."""
+        return self._format(self.scale_dtype or "bfloat16")
 
-    @property
-    def has_tensor_scale(self) -> bool:
-        """See `Scheme`."""
-        return False
+    def holds(self, q: QuantizedArray) -> bool:
+        """See `Scheme`: whatever dtype and rule the scales have."""
+        return type(q.format) is type(self.format) and q.format.element == self.format.element
 
     def check(self, shape: Sequence[int]) -> str | None:
         """See `Scheme`."""
         if len(shape) != 2:
             return f"it has {len(shape)} dimensions; {self.name} holds matrices [N, K]"
         return "it is empty" if 0 in shape else None
-
-    def compute_dtype(self, dtype: np.dtype) -> np.dtype:
-        """See `Scheme`."""
-        return dtype
 
     def output_specs(self, shape: Sequence[int], dtype: Any = "bfloat16") -> dict[str, Spec]:
         """See `Scheme`. Scales have the weight's dtype."""
@@ -114,25 +98,15 @@ class _Rows(Scheme):
             raise ValueError(f"{self.name}.compress: amax={amax!r}; its scales are those of rows")
         if not all_finite(weight):
             raise ValueError(f"{self.name}.compress: the weight holds NaN or infinity, which no scale can hold")
-        n, k = weight.shape
-        dtype = self._scale_dtype(weight.dtype)
-        scale = np.empty((n, 1), dtype)
-        codes = np.empty((n, k), as_dtype(self.codes))
-        step = max(1, _AT_ONCE // k)
-        for begin in range(0, n, step):
-            rows = slice(begin, begin + step)
-            part = weight[rows].astype(np.float32)
-            largest = np.abs(part).max(axis=1, keepdims=True)
-            found = (largest / np.float32(self._half_range)).astype(dtype)
-            found[found == 0] = ml_dtypes.finfo(dtype).eps
-            scale[rows] = found
-            codes[rows] = self._quantised(part, found.astype(np.float32))
-        return self._with_input_scale({"weight": codes, "weight_scale": scale})
-
-    def _with_input_scale(self, made: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        if self.activations == "static":
-            made["input_scale"] = np.full((1,), self.input_scale, np.float32)
+        fmt = self._format(self._scale_dtype(weight.dtype).name)
+        with on_the_cpu():
+            made = self._write(quantize(jax.device_put(weight), fmt))
+        made["weight"] = self._with_signs(made["weight"], weight)
         return made
+
+    def _with_signs(self, codes: np.ndarray, weight: np.ndarray) -> np.ndarray:
+        """The codes of a weight, of zeros with their signs, if codes have them."""
+        return codes
 
     def _shape(self, tensors: Tensors) -> tuple[int, int]:
         return tensors["weight"].shape  # type: ignore[return-value]
@@ -142,84 +116,59 @@ class _Rows(Scheme):
         values *= tensors["weight_scale"].astype(np.float32)
         return values.astype(dtype, copy=False)
 
+    def _read(self, tensors: Tensors, shape: tuple[int, int], dtype: np.dtype) -> QuantizedArray:
+        data, scale = (as_array(tensors[name]) for name in self.required)
+        return QuantizedArray(data, scale, None, None, self._format(scale.dtype.name), shape, dtype, -1, None)
+
+    def _write(self, q: QuantizedArray) -> dict[str, np.ndarray]:
+        scale, dtype = np.asarray(q.scale), self._scale_dtype(q.dtype)
+        stored = scale.astype(dtype, copy=False)
+        if not np.array_equal(stored.astype(np.float32), scale.astype(np.float32)):
+            raise ValueError(
+                f"{self.name}.store: scales of q are not {dtype.name} numbers; give the scheme "
+                f"scale_dtype='{scale.dtype.name}'"
+            )
+        made = {"weight": np.asarray(q.data), "weight_scale": stored}
+        if self.activations == "static":
+            made["input_scale"] = np.full((1,), self.input_scale, np.float32)
+        return made
+
 
 @dataclasses.dataclass(frozen=True)
-class Float8Rows(_Rows):
-    """Compressed-tensors "float-quantized" with one scale per row ("channel").
-
-    `load` gives Float8Block arrays in blocks of 1x128 that all have the scale of their row; `store` takes such arrays.
-    """
+class Float8Channel(_Channels):
+    """Compressed-tensors "float-quantized" with one scale per row ("channel")."""
 
     name: ClassVar[str] = "fp8_channel"
     input_range: ClassVar[float | None] = 448.0
     codes: ClassVar[str] = "float8_e4m3fn"
 
-    @property
-    def held(self) -> Format:
-        """Float8Block E4M3 in blocks of 1x128."""
-        return Float8Block(power_of_two=False)
-
-    @property
-    def _half_range(self) -> float:
-        return 448.0
+    def _format(self, scale_dtype: str) -> Format:
+        return Float8Rows(scale_dtype=scale_dtype)
 
     def quantization_config(self, ignore: Sequence[str]) -> dict[str, Any]:
         """See `Scheme`."""
         activations = activations_of(FLOAT8, self.activations)
         return config_of("float-quantized", {**FLOAT8, "strategy": "channel"}, ignore, activations)
 
-    def _quantised(self, weight: np.ndarray, scale: np.ndarray) -> np.ndarray:
-        weight /= scale
-        with on_the_cpu():  # the kernel rounds and saturates as numpy casts what is clipped, several times faster
-            codes = np.asarray(quantize(jax.device_put(weight), Float8Tensor(), encode_scale=jnp.float32(1)).data)
-        negative = (weight.view(np.uint32) >> 24).astype(np.uint8) & 0x80  # numpy's zeros have a sign
-        return (codes.view(np.uint8) | negative).view(codes.dtype)
+    def _with_signs(self, codes: np.ndarray, weight: np.ndarray) -> np.ndarray:
+        signs = np.signbit(weight).view(np.uint8) << 7
+        return (codes.view(np.uint8) | signs).view(codes.dtype)
 
     def _numbers(self, codes: np.ndarray) -> np.ndarray:
         return E4M3[codes.view(np.uint8)]
 
-    def _read(self, tensors: Tensors, shape: tuple[int, int], dtype: np.dtype) -> QuantizedArray:
-        scale = np.repeat(tensors["weight_scale"].astype(np.float32), -(-shape[1] // self.held.length), axis=1)
-        data = as_array(tensors["weight"])
-        return QuantizedArray(data, as_array(scale), None, None, self.held, shape, dtype, -1, None)
-
-    def _write(self, q: QuantizedArray) -> dict[str, np.ndarray]:
-        scale = np.asarray(q.scale)
-        if (scale != scale[:, :1]).any():
-            raise ValueError(
-                f"{self.name}.store: blocks of one row of q have different scales, and the file has one for the row; "
-                "decode q and use `compress`"
-            )
-        dtype = self._scale_dtype(q.dtype)
-        stored = scale[:, :1].astype(dtype)
-        if not np.array_equal(stored.astype(np.float32), scale[:, :1]):
-            raise ValueError(
-                f"{self.name}.store: scales of q are not {dtype.name} numbers; give the scheme scale_dtype='float32'"
-            )
-        return self._with_input_scale({"weight": np.asarray(q.data), "weight_scale": stored})
-
 
 @dataclasses.dataclass(frozen=True)
-class Int8Rows(_Rows):
-    """Compressed-tensors "int-quantized": 8-bit integers with one scale per row ("channel").
-
-    No element of this library's formats holds all integers from -128 to 127, so such weights are compressed and
-    decompressed, and not loaded.
-    """
+class Int8Channel(_Channels):
+    """Compressed-tensors "int-quantized": 8-bit integers with one scale per row ("channel")."""
 
     name: ClassVar[str] = "int8_channel"
     optional: ClassVar[tuple[str, ...]] = ("input_scale", "input_zero_point")
     input_range: ClassVar[float | None] = 127.5
     codes: ClassVar[str] = "int8"
 
-    @property
-    def held(self) -> Format:
-        """Raises ValueError: no format of this library has codes of 8-bit integers."""
-        raise ValueError(self._not_loadable("held"))
-
-    @property
-    def _half_range(self) -> float:
-        return 127.5
+    def _format(self, scale_dtype: str) -> Format:
+        return Int8Rows(scale_dtype, "compressed-tensors")
 
     def quantization_config(self, ignore: Sequence[str]) -> dict[str, Any]:
         """See `Scheme`."""
@@ -227,29 +176,5 @@ class Int8Rows(_Rows):
         activations = activations_of(common, self.activations)
         return config_of("int-quantized", {**common, "strategy": "channel"}, ignore, activations)
 
-    def _quantised(self, weight: np.ndarray, scale: np.ndarray) -> np.ndarray:
-        weight /= scale
-        return np.rint(np.clip(weight, -128, 127, out=weight), out=weight).astype(np.int8)
-
     def _numbers(self, codes: np.ndarray) -> np.ndarray:
         return codes.astype(np.float32)
-
-    def store(self, q: QuantizedArray) -> dict[str, np.ndarray]:
-        """Raises ValueError, as `held`."""
-        raise ValueError(self._not_loadable("store"))
-
-    def holds(self, q: QuantizedArray) -> bool:
-        """See `Scheme`: never."""
-        return False
-
-    def _read(self, tensors: Tensors, shape: tuple[int, int], dtype: np.dtype) -> QuantizedArray:
-        raise ValueError(self._not_loadable("load"))
-
-    def _write(self, q: QuantizedArray) -> dict[str, np.ndarray]:
-        raise ValueError(self._not_loadable("store"))
-
-    def _not_loadable(self, verb: str) -> str:
-        return (
-            f"{self.name}.{verb}: no format of this library has codes of 8-bit integers; run `jaxlowprec dequantize`, "
-            "load the result and quantise it, for example to Int4() or MXFP8(), schemes w4a16 and mxfp8"
-        )

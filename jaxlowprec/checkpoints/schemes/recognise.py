@@ -9,7 +9,7 @@ from typing import Any
 
 from jaxlowprec.checkpoints.errors import brief
 from jaxlowprec.checkpoints.schemes.base import Scheme
-from jaxlowprec.checkpoints.schemes.eight_bit_rows import Float8Rows, Int8Rows
+from jaxlowprec.checkpoints.schemes.eight_bit_rows import Float8Channel, Int8Channel
 from jaxlowprec.checkpoints.schemes.eight_bit_tensors import (
     AutoFloat8,
     DeepSeekFloat8,
@@ -31,9 +31,9 @@ _CLASSES: tuple[type[Scheme], ...] = (
     PackedMXFP4,
     QuantizedMXFP8,
     Float8Tiles,
-    Float8Rows,
+    Float8Channel,
     Float8PerTensor,
-    Int8Rows,
+    Int8Channel,
     DeepSeekFloat8,
     AutoFloat8,
     ModelOptNVFP4,

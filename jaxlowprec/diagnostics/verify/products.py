@@ -100,6 +100,8 @@ def decoded(q: Any) -> np.ndarray:
     if fmt.scaling == "tensor":
         return values * scales[..., None, None]
     lines, length = values.shape[-2:]
+    if fmt.scaling == "rows":
+        return values * scales
     scales = np.repeat(np.repeat(scales, fmt.block[0], -2)[..., :lines, :], fmt.length, -1)[..., :length]
     if fmt.element == "int4":  # as it is served: rounded to the scale's dtype
         return (values * scales).astype(np.float32).astype(fmt.scale_dtype).astype(np.float64)

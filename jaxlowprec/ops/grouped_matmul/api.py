@@ -103,6 +103,11 @@ def quantize_groups(
         The rowwise and the columnwise array, None where not wanted.
     """
     x, columns = jax.lax.stop_gradient(x), x.shape[-1]
+    if fmt.scaling == "rows":
+        raise NotImplementedError(
+            f"grouped_matmul: {fmt}; rows in groups are not quantised to it yet: leave layers of experts to another "
+            "recipe by PerLayer, for example Float8BlockScaling()"
+        )
     if fmt.row_scaled:
         if columnwise:
             raise NotImplementedError(

@@ -68,7 +68,7 @@ def quantize(
 
     Arguments:
         x: [..., M, K] (or a vector [K]), bfloat16, float16 or float32.
-        fmt: what to quantise to: NVFP4, MXFP8, MXFP4, Float8Block, Float8Tensor or Int4.
+        fmt: what to quantise to: NVFP4, MXFP8, MXFP4, Float8Block, Float8Tensor, Float8Rows, Int8Rows or Int4.
         axis: the quantised (contraction) axis: -1 is rowwise; -2 columnwise, stored K-major: the bytes are those of
             `quantize(jnp.swapaxes(x, -1, -2), fmt)`.
         hadamard: rotate along the quantised axis first: True for the default transform, or a `Hadamard`. For both
@@ -156,13 +156,8 @@ def quantize(
     tensor = given_tensor(who, fmt, amax, encode_scale, batch)
     if fmt.scaling == "float16":
         return quantize_int4(x, fmt, axis, implementation)
+    _check_whole_lines(who, fmt, axis_name)
     if fmt.row_scaled:
-        if axis_name is not None:
-            raise ValueError(
-                f"{who}: axis_name={shown(axis_name)} was given, but {fmt} scales each line by its own amax, and a "
-                "shard along the lines does not know the others'; gather x, or leave it out where each device has "
-                "whole lines"
-            )
         return _quantize_lines(x, fmt, axis, implementation)
     if axis_name is not None and tensor is None and fmt.has_tensor_scale:
         mesh_axes(who, axis_name)
@@ -260,12 +255,22 @@ def quantize_both(
             implementation=implementation,
             **options,
         )
+    _check_whole_lines(who, fmt, axis_name)
     tensors = [given_tensor(who, fmt, a, encode_scale, batch) for a in amax or (None, None)]
     words = random_words(who, row_rounding, key, batch)
     if axis_name is not None and tensors[0] is None and fmt.has_tensor_scale:
         mesh_axes(who, axis_name)
     call = _Call(fmt, rotation, encode_scale is not None, axis_name, rows_split, implementation)
     return _quantize_both(x, tensors, words, indices, call)
+
+
+def _check_whole_lines(who: str, fmt: Format, axis_name: Any) -> None:
+    """Raises ValueError for mesh axes that may split lines which are scaled by their own amaxes."""
+    if axis_name is not None and (fmt.row_scaled or fmt.scaling == "rows"):
+        raise ValueError(
+            f"{who}: axis_name={shown(axis_name)} was given, but {fmt} scales each line by its own amax, and a shard "
+            "along the lines does not know the others'; gather x, or leave it out where each device has whole lines"
+        )
 
 
 class _Call(NamedTuple):

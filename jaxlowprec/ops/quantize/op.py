@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -20,12 +20,12 @@ from jaxlowprec.arrays.quantized_array import QuantizedArray, arrays_of_lines, b
 from jaxlowprec.ops import amax as amax_reference
 from jaxlowprec.ops import scale_order
 from jaxlowprec.ops.amax import Amaxes, amax_op, largest_over
-from jaxlowprec.ops.checks import Implementation, choose
+from jaxlowprec.ops.checks import Implementation, choose, cpu_only
 from jaxlowprec.ops.hadamard import rotate_padded
-from jaxlowprec.ops.quantize import reference, tpu
+from jaxlowprec.ops.quantize import lines, reference, tpu
 from jaxlowprec.ops.quantize.random_bits import Draws
 from jaxlowprec.ops.quantize.reference import FIRST_STREAM
-from jaxlowprec.ops.rounding import MAX_FINITE, flush
+from jaxlowprec.ops.rounding import MAX_FINITE, flush, from_bits
 from jaxlowprec.ops.split_rows import merged_rows, split_columns, split_rows
 
 
@@ -42,6 +42,7 @@ class QuantizeSpec:
         ragged_rows, ragged_columns: R or C is not a multiple of `unit` along that axis.
         rows_split: x is [..., S, R, C], one tensor, and so are the results; see `ops.split_rows`.
         eden: scales are corrected and rounded stochastically, codes to nearest (numerics.md 14); only for NVFP4 1x16.
+        amaxes_given: the amaxes of lines are operands, since lines go on elsewhere; only for scales of lines.
     """
 
     format: Any
@@ -54,6 +55,12 @@ class QuantizeSpec:
     ragged_columns: bool
     rows_split: bool = False
     eden: bool = False
+    amaxes_given: bool = False
+
+    @property
+    def by_lines(self) -> bool:
+        """Whether each line along the quantised axis has a scale."""
+        return self.format.scaling == "rows"
 
     @property
     def directions(self) -> int:
@@ -74,8 +81,9 @@ class QuantizeSpec:
 
     @property
     def tensors(self) -> int:
-        """The number of operands with a number per tensor: one per direction if the format has a tensor scale."""
-        return self.directions if self.format.has_tensor_scale else 0
+        """The number of operands with amaxes or factors: one per direction if the format has a tensor scale, or if
+        amaxes of lines are given."""
+        return self.directions if self.format.has_tensor_scale or self.amaxes_given else 0
 
 
 def unit(fmt: Format, quantized: bool, stochastic: bool) -> int:
@@ -142,9 +150,14 @@ def rule_of(spec: QuantizeSpec) -> ShardingParts:
         names["c"],
     )
     s = "s " if spec.rows_split else ""
-    operands, results = ["..."] * spec.tensors + ["... w"] * spec.stochastic, []
+    tensors = ["..."] * spec.tensors
+    if spec.amaxes_given:
+        tensors = [f"... {s}{row}"] * spec.rowwise + [f"... {column}"] * spec.columnwise
+    operands, results = tensors + ["... w"] * spec.stochastic, []
 
     def scales(line: str, line_blocks: str, blocks: str) -> str:
+        if spec.by_lines:
+            return f"... {s}{line} one"
         return "..." if fmt.scaling == "tensor" else f"... {s}{line_blocks if fmt.tiles else line} {blocks}"
 
     if spec.rowwise:
@@ -153,14 +166,24 @@ def rule_of(spec: QuantizeSpec) -> ShardingParts:
     if spec.columnwise:
         operands += [column, f"{s}{row_sixteens}"] * spec.stochastic
         results += [f"... {s}{column} {row_codes}", scales(column, column_blocks, row_blocks)]
+    whole += ["one"] * spec.by_lines
     return ShardingParts(f"... {s}{row}", column, operands, results, whole, sizes | {"w": 2})
+
+
+def line_reductions(spec: QuantizeSpec) -> list[str]:
+    """The axes, as `rule_of` names them, that amaxes of lines are taken over."""
+    if not spec.by_lines or spec.amaxes_given:
+        return []
+    across = [] if spec.ragged_columns else ["c"]
+    down = ["s"] * spec.rows_split + ([] if spec.ragged_rows else ["r"])
+    return across * spec.rowwise + down * spec.columnwise
 
 
 @functools.cache
 def quantize_op(spec: QuantizeSpec, implementation: Implementation) -> wiring.Op:
     """x, an amax [...] (or encode scale) per direction for formats with a tensor scale, then if stochastic key words
     [..., 2] and indices of lines and sixteens per direction -> codes and scales per direction."""
-    rule = rule_of(spec)
+    rule, chosen = rule_of(spec), choose("quantize", implementation)
 
     def on_matrix(body: wiring.Body) -> wiring.Body:
         return lambda x, *operands: in_parts(spec, x, body(*merged(spec, x, *operands)))
@@ -168,20 +191,37 @@ def quantize_op(spec: QuantizeSpec, implementation: Implementation) -> wiring.Op
     def run_on_gpu(*operands: jax.Array) -> Sequence[jax.Array]:
         return native_call(spec, *operands, column_major=scale_order.is_column_major(spec.format))
 
+    def when_split(axes: Mapping[str, Any], x: jax.Array, *operands: jax.Array) -> Sequence[jax.Array]:
+        """The amaxes of lines that are split come first, and then the codes of each part."""
+        given = dataclasses.replace(spec, amaxes_given=True)
+        return quantize_op(given, implementation)(x, *_amaxes_of_lines(spec, axes, x), *operands)
+
     calls = reference_call, native_call, tpu_call
     bodies: list[Callable] = [*(functools.partial(call, spec) for call in calls), run_on_gpu]
     if spec.rows_split:
         bodies = [on_matrix(body) for body in bodies]
     return wiring.define(
         "jaxlowprec_quantize",
-        rule=rule.of_op([f"{rule.lines} {rule.columns}"], []),
+        rule=rule.of_op([f"{rule.lines} {rule.columns}"], [], reductions=line_reductions(spec)),
         outputs=lambda x, *_: shapes(spec, x),
         reference=bodies[0],
         native={"cpu": bodies[1], "cuda": bodies[3]},
         on_one_device={"tpu": bodies[2]},
         fenced=True,
-        **choose("quantize", implementation),
+        when_split=when_split if spec.by_lines else None,
+        **(cpu_only(chosen, "scales of lines") if spec.by_lines else chosen),
     )
+
+
+def _amaxes_of_lines(spec: QuantizeSpec, axes: Mapping[str, Any], x: jax.Array) -> list[jax.Array]:
+    """The amaxes of x's rows [..., S, R] and of its columns [..., C], as the spec wants them.
+
+    x is [..., S, R, C] or [..., R, C]; `axes` has the mesh axes that split each of these.
+    """
+    bits = [(lines.amax_bits(x), axes.get("c", ()))] * spec.rowwise
+    down: Any = (-3, -2) if spec.rows_split else -2
+    bits += [(lines.amax_bits(x, down), (*axes.get("s", ()), *axes.get("r", ())))] * spec.columnwise
+    return [from_bits(jax.lax.pmax(found, over) if over else found) for found, over in bits]
 
 
 def shapes(spec: QuantizeSpec, x: Any) -> list[tuple[tuple[int, ...], Any]]:
@@ -207,10 +247,22 @@ def native_call(
 
     `column_major`: scales are written in that order. `vmap_method`: of `jax.ffi.ffi_call`.
     """
+    if spec.by_lines and spec.columnwise and not spec.amaxes_given:  # all rows come before the first code
+        spec = dataclasses.replace(spec, amaxes_given=True)
+        operands = (*_native_amaxes_of_lines(spec, x, vmap_method), *operands)
     results = [jax.ShapeDtypeStruct(*result) for result in shapes(dataclasses.replace(spec, rows_split=False), x)]
     layouts = scale_order.layouts(results, column_major)
     call = jax.ffi.ffi_call("jaxlowprec_quantize", results, output_layouts=layouts, vmap_method=vmap_method)
     return call(x, *operands, **spec.attributes(column_major), eden=spec.eden)
+
+
+def _native_amaxes_of_lines(spec: QuantizeSpec, x: jax.Array, vmap_method: str | None) -> Sequence[Any]:
+    """The amaxes of rows [..., R] and of columns [..., C], as the spec wants them."""
+    *batch, rows, columns = x.shape
+    shapes = [(*batch, rows)] * spec.rowwise + [(*batch, columns)] * spec.columnwise
+    results = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    call = jax.ffi.ffi_call("jaxlowprec_line_amaxes", results, vmap_method=vmap_method)
+    return call(x, rows=spec.rowwise, columns=spec.columnwise)
 
 
 def reference_call(spec: QuantizeSpec, x: jax.Array, *operands: jax.Array) -> list[jax.Array]:
@@ -226,6 +278,9 @@ def reference_call(spec: QuantizeSpec, x: jax.Array, *operands: jax.Array) -> li
         tensor = tensors[i] if tensors else None
         stream = columnwise + (FIRST_STREAM if spec.eden else 0)
         draws = Draws(random[0], random[1 + 2 * i], random[2 + 2 * i], stream) if random else None
+        if spec.by_lines:
+            out += lines.quantize_lines(values, spec.format, tensor, draws)
+            continue
         options = spec.encode_scale_given, draws, columnwise, spec.eden
         out += reference.quantize_rows(values, spec.format, tensor, *options)
     return out
@@ -243,7 +298,10 @@ def tpu_call(spec: QuantizeSpec, x: jax.Array, *operands: jax.Array) -> list[jax
 def merged(spec: QuantizeSpec, x: jax.Array, *operands: jax.Array) -> list[jax.Array]:
     """The op's operands for that matrix."""
     indices = len(operands) - 2 * spec.directions * spec.stochastic
-    return [merged_rows(x), *operands[:indices], *(ids.reshape(-1) for ids in operands[indices:])]
+    tensors = list(operands[:indices])
+    if spec.amaxes_given and spec.rowwise:
+        tensors[0] = tensors[0].reshape(*x.shape[:-3], -1)
+    return [merged_rows(x), *tensors, *(ids.reshape(-1) for ids in operands[indices:])]
 
 
 def in_parts(spec: QuantizeSpec, x: Any, results: Sequence[jax.Array]) -> list[jax.Array]:
@@ -253,7 +311,11 @@ def in_parts(spec: QuantizeSpec, x: Any, results: Sequence[jax.Array]) -> list[j
     out = []
     for i, (value, (shape, _)) in enumerate(zip(results, shapes(spec, x), strict=True)):
         cut, axis = cuts[i // 2]
-        out.append(value if per_tensor and i % 2 else cut(value, x.shape[-3], shape[axis]))
+        if spec.by_lines and i % 2 and axis == -1:  # each part has the scales of its columns
+            value = jnp.broadcast_to(value[..., None, :, :], (*value.shape[:-2], x.shape[-3], *value.shape[-2:]))
+        elif not (per_tensor and i % 2):
+            value = cut(value, x.shape[-3], shape[axis])
+        out.append(value)
     return out
 
 
@@ -276,11 +338,11 @@ def row_scaled_quantize_op(spec: QuantizeSpec, implementation: Implementation) -
         data, scale = reference.quantize_rows(rows, of_matrix.format, amax)
         return [amax, data[..., 0, :], scale[..., 0, :]]
 
-    def when_split(axes: Any, x: jax.Array) -> Sequence[jax.Array]:
+    def when_split(axes: Mapping[str, Any], x: jax.Array) -> Sequence[jax.Array]:
         """If rows are split, their amaxes come first, and then the codes of each part."""
         rows = x[..., None, :]
         (of_part,) = amax_op(Amaxes(), implementation)(rows)
-        amax = largest_over(of_part, axes)
+        amax = largest_over(of_part, axes["c"])
         data, scale = quantize_op(of_matrix, implementation)(rows, amax)
         return [amax, data[..., 0, :], scale[..., 0, :]]
 

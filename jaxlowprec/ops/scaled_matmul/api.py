@@ -98,6 +98,7 @@ def scaled_matmul(
     | MXFP8 x MXFP8, MXFP4 x MXFP4, and one of each | 1x32 and 32x32 on either side |
     | Float8Block x Float8Block | 1x128 and 128x128, not 128x128 on both |
     | Float8Tensor x Float8Tensor | |
+    | Float8Rows x Float8Rows, Int8Rows x Int8Rows | a scale for each line |
 
     E4M3 can be multiplied by E5M2, on either side; E5M2 by E5M2 cannot.
 
@@ -200,7 +201,7 @@ def scaled_matmul_of_rows(
     if rows_split:
         batch = a.shape[:-3] if both else b.shape[:-2]
         lines = (*batch, a.matrix_shape[0] if both else math.prod(a.shape[-3:-1]))
-        a, b = _of_one_tensor(a), _of_one_tensor(b) if both else b
+        a, b = _of_one_tensor(a, both), _of_one_tensor(b, both) if both else b
     else:
         _check_operands(who, a, b)
     options: Any = {"accumulate": accumulate, "out_sharding": out_sharding}
@@ -210,12 +211,18 @@ def scaled_matmul_of_rows(
     return resharded(out[0], out_sharding)
 
 
-def _of_one_tensor(q: QuantizedArray) -> QuantizedArray:
-    """Slices with what they share once; rows with amaxes of their own share none."""
+def _of_one_tensor(q: QuantizedArray, contracted: bool) -> QuantizedArray:
+    """Slices with what they share once; rows with amaxes of their own share none. `contracted`: the split rows are, so
+    that the slices share the scales of lines."""
     if q.format.row_scaled:
         return q
     scale = q.scale[..., 0] if q.format.scaling == "tensor" else q.scale
+    scale = scale[..., 0, :, :] if q.format.scaling == "rows" and contracted else scale
     return dataclasses.replace(q, scale=scale, amax=None if q.amax is None else q.amax[..., 0])
+
+
+MOST_INTEGERS = 131_072
+"""Products of two 8-bit integers whose sum int32 always holds."""
 
 
 class _Way(NamedTuple):
@@ -238,6 +245,13 @@ def _run(
 ) -> list[jax.Array]:
     if a.format.row_scaled or b.format.row_scaled:
         return _run_lines(a, b, epilogue, extras, way)
+    depth = a.data.shape[-1] * (a.data.shape[-3] if way.rows_split == "both" else 1)
+    if a.format.element == "int8" and depth > MOST_INTEGERS:
+        raise ValueError(
+            f"scaled_matmul: the contracted axis has {depth} elements; int32 holds the sums of {MOST_INTEGERS} "
+            "products of 8-bit integers: multiply parts of it and add the products up, or keep this product in high "
+            "precision"
+        )
     unpacked = next((q for q in (a, b) if not q.format.packed), None)
     spec = MatmulSpec(
         a.format,
@@ -328,6 +342,15 @@ def check_pair(who: str, a: Format, b: Format) -> None:
     if a.weight_only:
         raise NotImplementedError(
             f"{who}: both operands are {a.element}; there is no GEMM of integers: dequantise the activations"
+        )
+    if (a.element == "int8") != (b.element == "int8"):
+        raise NotImplementedError(
+            f"{who}: lhs is {a} and rhs is {b}; there is no GEMM of integers with floats: quantise both to Int8Rows, "
+            "or both to Float8Rows"
+        )
+    if a.element == "int8" and a.scale_rule != "deploy":
+        raise NotImplementedError(
+            f"{who}: lhs is {a}, which has codes of -128; only rhs may: quantise lhs by Int8Rows()"
         )
     if a.element == b.element and not a.numbers.meets_itself:
         name = a.element.upper()

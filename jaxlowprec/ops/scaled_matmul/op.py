@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 
 from jaxlowprec import wiring
 from jaxlowprec.arrays.formats import Format
@@ -45,6 +46,11 @@ class MatmulSpec:
     sums: SumKind = "float32"
 
     @property
+    def by_lines(self) -> bool:
+        """Whether each line of the operands has a scale."""
+        return self.a_format.scaling == "rows"
+
+    @property
     def two_level(self) -> bool:
         """Whether the operands have amaxes."""
         return self.a_format.scaling == "two_level"
@@ -66,6 +72,9 @@ def _rule(spec: MatmulSpec) -> wiring.ShardingRule:
             line = f"({factor} b)"
         if per_tensor:
             return line, [f"... {s}{line} k", "..."]
+        if spec.by_lines:
+            whole.append("one")
+            return line, [f"... {s}{line} k", f"... {'' if spec.rows_split == 'both' else s}{line} one"]
         if spec.ragged_depth:
             code, blocks = "kbytes" if fmt.packed else "kcodes", "kblocks"
             whole.extend((code, blocks))
@@ -90,15 +99,30 @@ def _merging(spec: MatmulSpec, multiply: Callable) -> Callable:
     def multiply_parts(
         a_data: jax.Array, a_scale: jax.Array, b_data: jax.Array, b_scale: jax.Array, *rest: jax.Array, **how: bool
     ) -> Sequence[jax.Array]:
-        per_tensor, amaxes = spec.a_format.scaling == "tensor", 2 * spec.two_level
-        merge = merged_rows if spec.rows_split == "a" else merged_columns
-        a_merged = merge(a_data), a_scale if per_tensor else merge(a_scale)
-        if spec.rows_split == "both":
-            return multiply(*a_merged, merge(b_data), b_scale if per_tensor else merge(b_scale), *rest, **how)
+        amaxes, both = 2 * spec.two_level, spec.rows_split == "both"
+        merge = merged_columns if both else merged_rows
+        shared = spec.a_format.scaling == "tensor" or (spec.by_lines and both)  # scales, by all parts
+        a_merged = merge(a_data), a_scale if shared else merge(a_scale)
+        if both:
+            return multiply(*a_merged, merge(b_data), b_scale if shared else merge(b_scale), *rest, **how)
         rest = (*rest[:amaxes], *_merged_extras(spec, rest[amaxes:]))
         return [split_rows(y, *a_data.shape[-3:-1]) for y in multiply(*a_merged, b_data, b_scale, *rest, **how)]
 
     return multiply_parts if spec.rows_split else multiply
+
+
+def _integer_sums(spec: MatmulSpec, a: jax.Array, b: jax.Array) -> jax.Array:
+    """The sums of products of 8-bit integers, int32, laid out as the result: devices add them up exactly."""
+    if spec.rows_split == "both":
+        a, b = merged_columns(a), merged_columns(b)
+    sums = reference.integer_dot(merged_rows(a) if spec.rows_split == "a" else a, b)
+    return split_rows(sums, *a.shape[-3:-1]) if spec.rows_split == "a" else sums
+
+
+def _with_line_scales(spec: MatmulSpec, total: jax.Array, a_scale: jax.Array, b_scale: jax.Array) -> jax.Array:
+    """Sums, laid out as the result, times the scales of both operands' lines."""
+    b_scale = b_scale[..., None, :, :] if spec.rows_split == "a" else b_scale
+    return reference.apply_line_scales(total, a_scale, b_scale)
 
 
 def _merged_extras(spec: MatmulSpec, extras: Sequence[jax.Array]) -> list[jax.Array]:
@@ -138,6 +162,7 @@ def matmul_op(spec: MatmulSpec, implementation: Implementation) -> wiring.Op:
         y = portable.products(a_data, a_scale, spec.a_format, b_data, b_scale, spec.b_format, float8=float8)
         if spec.a_format.scaling == "tensor":
             y = reference.apply_tensor_scales(y, a_scale, b_scale)
+        y = reference.apply_line_scales(y, a_scale, b_scale) if spec.by_lines else y
         y = reference.apply_amaxes(y, *rest[:2]) if spec.two_level else y
         return spec.epilogue.finish(y, rest[amaxes:])
 
@@ -167,9 +192,14 @@ def matmul_op(spec: MatmulSpec, implementation: Implementation) -> wiring.Op:
 
     def when_reduced(add_up: wiring.AddUp, *operands: jax.Array) -> Sequence[jax.Array]:
         """If K is split, partial sums (scales applied) are added up before the rest of the epilogue."""
-        plain = dataclasses.replace(spec, epilogue=spec.epilogue.accumulators_only, sums="float32")
-        (partial,) = matmul_op(plain, implementation)(*operands[: 4 + amaxes])
-        total, extras = add_up(partial), operands[4 + amaxes :]
+        if spec.a_format.element == "int8" and spec.sums == "float32":
+            total = add_up(_integer_sums(spec, operands[0], operands[2]))
+            total = _with_line_scales(spec, total.astype(jnp.float32), operands[1], operands[3])
+        else:
+            plain = dataclasses.replace(spec, epilogue=spec.epilogue.accumulators_only, sums="float32")
+            (partial,) = matmul_op(plain, implementation)(*operands[: 4 + amaxes])
+            total = add_up(partial)
+        extras = operands[4 + amaxes :]
         if spec.rows_split != "a":
             return spec.epilogue.finish(total, extras)
         results = spec.epilogue.finish(merged_rows(total), _merged_extras(spec, extras))

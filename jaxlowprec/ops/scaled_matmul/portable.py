@@ -1,7 +1,8 @@
 """The block-scaled GEMM as one product of XLA's, for platforms without kernels (numerics.md 9.3).
 
     NVFP4, MXFP4, MXFP8, powers of two    decoded to bfloat16, which is exact
-    Float8Tensor                          FP8 codes as they are, where XLA multiplies FP8; else bfloat16
+    Float8Tensor, Float8Rows              FP8 codes as they are, where XLA multiplies FP8; else bfloat16
+    Int8Rows                              integers as they are, which is exact
     blocks with any float32 scales        decoded to float32, multiplied at the highest precision
 
 The terms are those of the reference; XLA adds them up in an order of its own.
@@ -17,23 +18,27 @@ import jax.numpy as jnp
 
 from jaxlowprec.arrays.formats import Format
 from jaxlowprec.ops.dequantize import code_values, scale_values
+from jaxlowprec.ops.scaled_matmul.reference import integer_dot
 
 FLOAT8_DOTS = ("tpu", "cuda", "rocm")
 """Platforms on which XLA takes FP8 operands: it multiplies them or, on devices that cannot, converts them."""
 
 
 def is_exact_in_bfloat16(fmt: Format) -> bool:
-    """Whether a code times its block's scale is a bfloat16 number: at most 8 significant bits."""
+    """Whether a code times its block's scale is a bfloat16 number: at most 8 significant bits.
+
+    The scales of a tensor and of lines are left out.
+    """
     return fmt.scaling != "float32" or fmt.power_of_two
 
 
 def decoded(data: jax.Array, scale: jax.Array, fmt: Format) -> jax.Array:
     """Codes times the scales of their blocks, [..., R, K] in the narrowest dtype that holds them exactly.
 
-    The scales of a tensor are left out.
+    The scales of a tensor and of lines are left out.
     """
     values = code_values(data, fmt)
-    if fmt.scaling != "tensor":
+    if fmt.scaling not in ("tensor", "rows"):
         scales = jnp.repeat(scale_values(scale, fmt, data.shape[-2]), fmt.length, axis=-1)
         values = values * scales[..., : values.shape[-1]]
     return values.astype(jnp.bfloat16) if is_exact_in_bfloat16(fmt) else values
@@ -56,7 +61,9 @@ def products(
         multiply: (a, b, precision=) -> float32 [..., M, N], where the operands are not two matrices.
         float8: FP8 codes are multiplied as they are.
     """
-    if a_format.scaling == "tensor" and float8:
+    if a_format.element == "int8" and multiply is None:
+        return integer_dot(a_data, b_data).astype(jnp.float32)
+    if a_format.scaling in ("tensor", "rows") and float8:
         a, b = a_data, b_data
     else:
         a, b = decoded(a_data, a_scale, a_format), decoded(b_data, b_scale, b_format)

@@ -19,12 +19,16 @@ def products(
 
     y = 0; for each block of K in order, with p the dot product of its codes: y = y + p * s_a * s_b. For E2M1 codes p is
     exact, so the bytes are defined; for 8-bit codes the order of additions within p is XLA's. MX scales, powers of two,
-    go into the operands where one has 8-bit codes, and p is over all of K.
+    go into the operands where one has 8-bit codes, and p is over all of K; so it is with the scales of lines, where p
+    of integers is exact.
     """
     values = [code_values(a_data, a_format), code_values(b_data, b_format)]
     scales = [scale_values(a_scale, a_format, a_data.shape[-2]), scale_values(b_scale, b_format, b_data.shape[-2])]
     if a_format.scaling == "tensor":
         return apply_tensor_scales(exact_dot(*values), a_scale, b_scale)
+    if a_format.scaling == "rows":
+        y = integer_dot(a_data, b_data).astype(jnp.float32) if a_format.element == "int8" else exact_dot(*values)
+        return apply_line_scales(y, a_scale, b_scale)
 
     if a_format.scaling == "e8m0" and not (a_format.packed and b_format.packed):
         depth = min(v.shape[-1] for v in values)
@@ -58,6 +62,17 @@ def exact_dot(a: jax.Array, b: jax.Array) -> jax.Array:
     `jax.default_matmul_precision` says."""
     precision = jax.lax.Precision.DEFAULT
     return jnp.einsum("...mk,...nk->...mn", a, b, precision=precision, preferred_element_type=jnp.float32)
+
+
+def integer_dot(a: jax.Array, b: jax.Array) -> jax.Array:
+    """int8 [..., M, K] by [..., N, K] -> int32 [..., M, N], exact for K up to 131,072."""
+    return jnp.einsum("...mk,...nk->...mn", a, b, preferred_element_type=jnp.int32)
+
+
+def apply_line_scales(y: jax.Array, a_scale: jax.Array, b_scale: jax.Array) -> jax.Array:
+    """Sums [..., M, N] times the scales of their columns [..., N, 1], then those of their rows [..., M, 1]."""
+    a_scale, b_scale = a_scale.astype(jnp.float32), jnp.swapaxes(b_scale, -1, -2).astype(jnp.float32)
+    return rounded(rounded(y * b_scale) * a_scale)
 
 
 def alpha(a_amax: jax.Array, b_amax: jax.Array) -> jax.Array:

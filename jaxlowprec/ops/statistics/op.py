@@ -123,6 +123,9 @@ def sums_op(
         element, code, block = "e", "ebytes" if fmt.packed else "e", "eblocks"
     x = f"... {element} {line}" if columnwise else f"... {line} {element}"
     scale = "..." if fmt.scaling == "tensor" else f"... {scale_line} {block}"
+    if fmt.scaling == "rows":
+        scale = f"... {line} one"
+        whole.append("one")
     amax = ", ..." if fmt.scaling == "two_level" else ""
     text = f"{x}, ..., ... {line} {code}, {scale}{amax} -> ... s"
     words = set(text.replace("(", " ").replace(")", " ").replace(",", " ").split())
@@ -151,7 +154,7 @@ def sums_op(
         outputs=outputs,
         reference=run_reference,
         native=_native_with_workspace(1, "jaxlowprec_sums", outputs, format=fmt.attributes, columnwise=columnwise),
-        **choose("statistics", implementation),
+        **choose("statistics", "reference" if fmt.scaling == "rows" else implementation),
     )
 
 

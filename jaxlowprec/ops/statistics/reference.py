@@ -35,7 +35,7 @@ LENGTH = CODES_FROM + CODES
 """How many sums there are: these, blocks by their scale's bin, elements by their code's bin."""
 
 RUN = 128
-"""Elements along the quantised axis whose range is taken where a tensor has one scale."""
+"""Elements along the quantised axis whose range is taken where a tensor or a line has one scale."""
 
 EVERY = 16
 """Ranges are taken of every 16th line."""
@@ -120,13 +120,16 @@ def sums_of_rows(
 
 def run_length(fmt: Format) -> int:
     """How many elements along the quantised axis a range is taken of: those that share a scale."""
-    return RUN if fmt.scaling == "tensor" else fmt.length
+    return RUN if fmt.scaling in ("tensor", "rows") else fmt.length
 
 
 def code_bins(data: jax.Array, fmt: Format, columns: int) -> jax.Array:
-    """Codes [..., R, bytes] -> the bins of the elements [..., R, columns]: 4-bit codes, exponents of 8-bit floats."""
+    """Codes [..., R, bytes] -> the bins of the elements [..., R, columns]: 4-bit codes, exponents of 8-bit floats, how
+    many bits the magnitudes of 8-bit integers have."""
     if fmt.packed:
         return jnp.stack([data & 15, data >> 4], axis=-1).reshape(*data.shape[:-1], -1)[..., :columns]
+    if fmt.element == "int8":
+        return 32 - jax.lax.clz(jnp.abs(data.astype(jnp.int32)))
     return (jax.lax.bitcast_convert_type(data, jnp.uint8) & 0x7F) >> fmt.numbers.mantissa_bits
 
 
@@ -143,6 +146,8 @@ def _scales(magnitude: jax.Array, scale: jax.Array, fmt: Format) -> jax.Array:
     if fmt.scaling == "tensor":
         used = magnitude.max(axis=-1, initial=0)[..., None] > 0
         bins = jnp.broadcast_to(bins[..., None, None], used.shape)
+    elif fmt.scaling == "rows":
+        used = magnitude.max(axis=-1, keepdims=True, initial=0) > 0
     else:
         used = blocks_of(magnitude, fmt).max(axis=(-3, -1), initial=0) > 0
     return _histogram(bins, used.astype(jnp.float32), SCALES)

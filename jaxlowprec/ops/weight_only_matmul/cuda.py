@@ -36,6 +36,8 @@ def _plan(spec: WeightOnlySpec, x: jax.Array, scale: jax.Array) -> tuple[str, in
 
 def why_not(spec: WeightOnlySpec, x: jax.Array, scale: jax.Array) -> str:
     """Why the kernel does not take these operands; empty if it does."""
+    if spec.format.scaling == "rows":
+        return "there is no CUDA kernel of scales of lines"
     return _plan(spec, x, scale)[0]
 
 
@@ -52,6 +54,7 @@ def matmul(
     lead = x.shape[:-1]
     rows = x.reshape(math.prod(lead), x.shape[-1]) if spec.shared else x
     alpha = reference.alpha(scale, amax, spec.format)
+    alpha = alpha if alpha is None else alpha[..., 0, 0]
     dtype = spec.epilogue.out_dtype if spec.epilogue.is_plain else jnp.float32
     results = [
         jax.ShapeDtypeStruct((*rows.shape[:-1], data.shape[-2]), dtype),

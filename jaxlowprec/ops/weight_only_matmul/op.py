@@ -92,6 +92,8 @@ def weight_factors(
         n = f"({columns} b)"
     if fmt.scaling == "tensor":
         k, operands = "k", [f"{batch} {n} k", batch]
+    elif fmt.scaling == "rows":
+        k, operands, whole = "k", [f"{batch} {n} k", f"{batch} {n} one"], ["one"]
     elif ragged_depth:
         k, code = "kelements", "kbytes" if fmt.packed else "kelements"
         whole += dict.fromkeys((k, code, "kblocks"))
@@ -281,7 +283,7 @@ def _dgrad_op(
     def depth(data: jax.Array, scale: jax.Array) -> int:
         if ragged_depth is not None:
             return ragged_depth
-        return data.shape[-1] if fmt.scaling == "tensor" else scale.shape[-1] * fmt.length
+        return data.shape[-1] if fmt.scaling in ("tensor", "rows") else scale.shape[-1] * fmt.length
 
     def outputs(dy: jax.Array, data: jax.Array, scale: jax.Array, *_: jax.Array) -> wiring.Shapes:
         return [((*dy.shape[:-1], depth(data, scale)), out_dtype)]

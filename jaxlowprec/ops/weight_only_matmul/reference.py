@@ -23,22 +23,24 @@ _LANES_AT_ONCE = 1 << 24  # float32 sums of the rows that are multiplied togethe
 
 
 def decoded(data: jax.Array, scale: jax.Array, zero_point: jax.Array | None, fmt: Format) -> jax.Array:
-    """A weight as float32 [..., N, K], K padded as its codes are, without the tensor scale of formats that have one."""
+    """A weight as float32 [..., N, K], K padded as its codes are, without the scales of a tensor or of lines."""
     if fmt.scaling == "float16":
         columns = scale.shape[-1] * fmt.length
         return int4.dequantize(data, scale, zero_point, fmt, columns, jnp.dtype("float32"))
     codes = code_values(data, fmt)
-    if fmt.scaling == "tensor":
+    if fmt.scaling in ("tensor", "rows"):
         return codes
     scales = jnp.repeat(scale_values(scale, fmt, data.shape[-2]), fmt.length, axis=-1)
     return flush(codes * scales[..., : codes.shape[-1]])
 
 
 def alpha(scale: jax.Array, amax: jax.Array | None, fmt: Format) -> jax.Array | None:
-    """The factor of the sums, float32 [...]: the tensor scale, for formats that have one; else None."""
+    """The factor of the sums, float32 [..., 1, 1], or [..., 1, N] of lines' scales: for formats that have one such."""
     if amax is not None:
-        return flush(amax * jnp.float32(1 / NVFP4_MAX))
-    return scale if fmt.scaling == "tensor" else None
+        return flush(amax * jnp.float32(1 / NVFP4_MAX))[..., None, None]
+    if fmt.scaling == "rows":
+        return jnp.swapaxes(scale, -1, -2).astype(jnp.float32)
+    return scale[..., None, None] if fmt.scaling == "tensor" else None
 
 
 def products(x: jax.Array, w: jax.Array) -> jax.Array:
@@ -71,4 +73,4 @@ def products(x: jax.Array, w: jax.Array) -> jax.Array:
 
 def apply_alpha(sums: jax.Array, alpha: jax.Array | None) -> jax.Array:
     """sums * alpha."""
-    return sums if alpha is None else rounded(sums * alpha[..., None, None])
+    return sums if alpha is None else rounded(sums * alpha)

@@ -1,4 +1,4 @@
-"""Eight bits with one scale per row: FP8 loads as blocks that all have the row's scale, INT8 does not load."""
+"""Eight bits with one scale per row: weights load as Float8Rows and Int8Rows, with the scales of the file."""
 
 import dataclasses
 
@@ -19,28 +19,36 @@ SHAPES = ((16, 256), (9, 200), (8, 40))
 over_activations = pytest.mark.parametrize("activations", ["dynamic", "static"])
 
 
+every_scheme = pytest.mark.parametrize("scheme", [FLOAT8, INT8], ids=["fp8_channel", "int8_channel"])
+
+
 @over_activations
+@every_scheme
 @pytest.mark.parametrize("dtype", FLOATS)
-def test_store_is_the_inverse_of_load(dtype, activations):
-    scheme = dataclasses.replace(FLOAT8, activations=activations, input_scale=0.25)
+def test_store_is_the_inverse_of_load(dtype, scheme, activations):
+    scheme = dataclasses.replace(scheme, activations=activations, input_scale=0.25)
+    fmt = (
+        jlp.Float8Rows(scale_dtype=dtype) if scheme.name == "fp8_channel" else jlp.Int8Rows(dtype, "compressed-tensors")
+    )
     for shape in SHAPES:
         tensors = scheme.compress(weight(shape, dtype))
         loaded = scheme.load(tensors, dtype)
         assert (loaded.shape, loaded.axis) == (shape, -1)
-        assert loaded.format == jlp.Float8Block(power_of_two=False)
+        assert loaded.format == fmt
         assert_same_tensors(scheme.store(loaded), tensors)
         in_float32 = scheme.load(tensors, "float32")  # as a model with float32 parameters loads it
         assert_same_tensors(dataclasses.replace(scheme, scale_dtype=dtype).store(in_float32), tensors)
 
 
+@every_scheme
 @pytest.mark.parametrize("dtype", FLOATS)
-def test_the_array_is_the_weight_and_so_are_its_products(dtype):
+def test_the_array_is_the_weight_and_so_are_its_products(dtype, scheme):
     for shape in SHAPES:
-        tensors = FLOAT8.compress(weight(shape, dtype))
-        loaded, decoded = FLOAT8.load(tensors, dtype), FLOAT8.decompress(tensors, dtype)
+        tensors = scheme.compress(weight(shape, dtype))
+        loaded, decoded = scheme.load(tensors, dtype), scheme.decompress(tensors, dtype)
         np.testing.assert_array_equal(as_bytes(loaded.dequantize()), as_bytes(decoded))
         x = jax.device_put(weight((5, shape[1]), "float32", seed=1))
-        whole = FLOAT8.decompress(tensors, "float32").astype(np.float64)
+        whole = scheme.decompress(tensors, "float32").astype(np.float64)
         product = jlp.scaled_matmul(x, loaded, preferred_element_type=jnp.float32)
         np.testing.assert_allclose(product, np.asarray(x, np.float64) @ whole.T, rtol=1e-5, atol=1e-5)
 
@@ -64,31 +72,23 @@ def test_scales_of_a_given_dtype():
         schemes.by_name("fp8_channel", scale_dtype="int8")
 
 
-def test_blocks_of_their_own_are_not_rows():
+@every_scheme
+def test_a_trained_weight_is_stored_with_its_codes(scheme):
+    """Int8Rows() and the "deploy" rule, too: files hold scales, so any engine serves either."""
+    fmt = jlp.Float8Rows(scale_dtype="bfloat16") if scheme is FLOAT8 else jlp.Int8Rows("bfloat16")
+    q = jlp.quantize(jax.device_put(weight((16, 256))), fmt)
+    stored = scheme.store(q)
+    np.testing.assert_array_equal(as_bytes(stored["weight"]), as_bytes(q.data))
+    loaded = scheme.load(stored)
+    np.testing.assert_array_equal(as_bytes(loaded.dequantize()), as_bytes(q.dequantize()))
+    assert scheme.holds(q)
+
+
+@every_scheme
+def test_blocks_are_not_rows(scheme):
     q = jlp.quantize(jax.device_put(weight((16, 256), "float32")), jlp.Float8Block(power_of_two=False))
-    with pytest.raises(ValueError, match="blocks of one row of q have different scales.*use `compress`"):
-        FLOAT8.store(q)
-    tiles = jlp.quantize(jnp.zeros((128, 256)), jlp.Float8Block(block=(128, 128)))
-    with pytest.raises(ValueError, match="q has format Float8Block.*needs Float8Block"):
-        FLOAT8.store(tiles)
-
-
-@over_activations
-def test_no_format_has_codes_of_8_bit_integers(activations):
-    scheme = dataclasses.replace(INT8, activations=activations)
-    tensors = scheme.compress(weight((16, 256)))
-    with pytest.raises(ValueError, match=r"int8_channel.load: no format of this library has codes of 8-bit integers"):
-        scheme.load(tensors)
-    q = FLOAT8.load(FLOAT8.compress(weight((16, 256))))
-    with pytest.raises(ValueError, match="int8_channel.store: .*run `jaxlowprec dequantize`.*Int4.*MXFP8"):
+    with pytest.raises(ValueError, match="q has format Float8Block.*needs (Float8Rows|Int8Rows)"):
         scheme.store(q)
-    assert not scheme.holds(q)
-
-
-@pytest.mark.parametrize("scheme", [FLOAT8, INT8], ids=["fp8_channel", "int8_channel"])
-def test_nothing_quantises_by_rows_but_compress(scheme):
-    with pytest.raises(ValueError, match=f"{scheme.name}.format: no format of this library quantises by rows"):
-        _ = scheme.format
 
 
 def test_among_several_formats():

@@ -1,6 +1,7 @@
 // Amaxes, Hadamard transforms, and codes back to numbers.
 #include "../../numerics/block_scales.h"
 #include "../../numerics/nvfp4.h"
+#include "../../numerics/row_scales.h"
 #include "../../problems.h"
 #include "../entry.h"
 #include "gather_amaxes.h"
@@ -34,7 +35,7 @@ struct Dequantize {
         if (f.packed())
           decode_packed(p, data + column / 2, scales, p.amax ? &p.amax[batch] : nullptr, line * p.columns + column, count);
         else
-          decode_float8(p, data + column, scales, line * p.columns + column, count);
+          decode_bytes(p, data + column, scales, line * p.columns + column, count);
       }
     }
   }
@@ -42,6 +43,7 @@ struct Dequantize {
  private:
   /// The scales of a packet's `count` 16s.
   JLP_RULE void decode_scales(const Format& f, const uint8_t* scale, int64_t column, int count, float* scales) {
+    if (f.scaling == Scaling::kRows) return store(scales, L::splat(load_elements(scale, f.scale_type, 0, 1)[0]));
     alignas(64) uint32_t bits[kLanes] = {};
     const int shift = f.scaling == Scaling::kTensor ? 63 : __builtin_ctz(f.block);  // a power of two
     for (int i = 0; i < count; ++i) {
@@ -76,16 +78,17 @@ struct Dequantize {
     return amax ? nvfp4_decode(code, scale, *amax) : L::flush(e2m1_decode<F32>(code) * scale);
   }
 
-  JLP_RULE void decode_float8(const DequantizeProblem& p, const uint8_t* data, const float* scales, int64_t index,
-                              int count) {
+  JLP_RULE void decode_bytes(const DequantizeProblem& p, const uint8_t* data, const float* scales, int64_t index,
+                             int count) {
     alignas(64) uint8_t codes[kPacket] = {};
     if (count < kPacket) memcpy(codes, data, count), data = codes;
-    with_float8(p.format.code, [&](auto element) {
-      for (int i = 0; i < count; i += kLanes) {
-        const F32 value = float8_decode<decltype(element), F32>(load_u8(data + i));
-        store_lanes(p, index, count, i, L::flush(value * scales[i / kBlock]));
-      }
-    });
+    const auto decode_by = [&](auto decode) {
+      for (int i = 0; i < count; i += kLanes)
+        store_lanes(p, index, count, i, L::flush(decode(load_u8(data + i)) * scales[i / kBlock]));
+    };
+    if (p.format.code == CodeType::kInt8) return decode_by([](U32 code) { return int8_decode<F32>(code); });
+    with_float8(p.format.code,
+                [&](auto element) { decode_by([](U32 code) { return float8_decode<decltype(element), F32>(code); }); });
   }
 
   JLP_RULE void undo_rotation(uint32_t sign_mask, Pair (&v)[kPairs]) {

@@ -33,11 +33,18 @@ struct Totals {
     float alpha = 1;
     if (p.weight.format.scaling == Scaling::kTwoLevel) alpha = Lanes<float>::flush(p.weight.amax[batch] * kNvfp4WeightScale);
     if (p.weight.format.scaling == Scaling::kTensor) memcpy(&alpha, p.weight.scale + 4 * batch, 4);
+    F32 factors[kMostFinished / kLanes];
+    std::fill_n(factors, kMostFinished / kLanes, L::splat(alpha));
     for (int64_t column = 0; column < range.columns; column += kMostFinished) {
       const MatmulRange part = {range.first_row, range.rows, range.first_column + column,
                                 std::min(kMostFinished, range.columns - column)};
-      finish_range(p, batch, part,
-                   [&](int64_t r, int64_t v) { return L::flush(load<F32>(y + r * stride + column + v * kLanes) * alpha); });
+      for (int64_t i = 0; p.weight.format.scaling == Scaling::kRows && i < part.columns; i += kLanes)
+        factors[i / kLanes] =
+            load_elements(p.weight.scale, p.weight.format.scale_type, batch * p.columns + part.first_column + i,
+                          static_cast<int>(std::min<int64_t>(kLanes, part.columns - i)));
+      finish_range(p, batch, part, [&](int64_t r, int64_t v) {
+        return L::flush(load<F32>(y + r * stride + column + v * kLanes) * factors[v]);
+      });
     }
   }
 
@@ -356,7 +363,7 @@ struct WeightOnly : WeightOnlyTiles<typename Row::Operands> {
     if (k >= p.depth) return {};
     const Row row(p, batch, range.first_column + column);
     const Format& format = p.weight.format;
-    const bool scaled = format.scaling != Scaling::kTensor && !format.tiles;
+    const bool scaled = format.scaling != Scaling::kTensor && format.scaling != Scaling::kRows && !format.tiles;
     const uint8_t* scales = scaled ? row.scales + k / format.block * format.scale_bytes() : nullptr;
     const int64_t bytes = std::min(Row::byte_of(kStep), row.bytes - Row::byte_of(k));
     return {row.codes + Row::byte_of(k),

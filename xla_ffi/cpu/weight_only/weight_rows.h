@@ -5,6 +5,7 @@
 // numbers.
 #pragma once
 
+#include "../../numerics/row_scales.h"
 #include "../matmul/matmul_chunks.h"
 #include "unpack_nibbles.h"
 #if defined(JLP_ISA_AVX512_BF16)
@@ -173,16 +174,17 @@ struct E2M1Row : WeightRow {
   __attribute__((always_inline)) Run run(int64_t index) const { return Run(*this, index * kRun); }
 };
 
-/// 8-bit codes of any scaling; blocks are of whole 32s.
+/// 8-bit codes, floats of any scaling or integers; blocks are of whole 32s.
 template <class Element>
-struct Float8Row : WeightRow {
+struct ByteRow : WeightRow {
   static constexpr bool kInRegisters = true;
   Scaling scaling;
 
-  __attribute__((always_inline)) Float8Row(const WeightOnlyProblem& p, int64_t batch, int64_t row)
+  __attribute__((always_inline)) ByteRow(const WeightOnlyProblem& p, int64_t batch, int64_t row)
       : WeightRow(p, batch, row), scaling(p.weight.format.scaling) {}
   JLP_RULE constexpr int64_t byte_of(int64_t k) { return k; }
-  int64_t run_length() const { return scaling == Scaling::kTensor ? INT64_MAX : block; }
+  bool has_blocks() const { return scaling != Scaling::kTensor && scaling != Scaling::kRows; }
+  int64_t run_length() const { return has_blocks() ? block : INT64_MAX; }
 
   struct Run {
     const uint8_t* codes;
@@ -203,7 +205,10 @@ struct Float8Row : WeightRow {
         JLP_UNROLL(4)
         for (int i = 0; i < kParts; ++i) {
           const U32 code = load_u8(from + half * kSums + i * kLanes);
-          numbers[i] = L::flush(float8_decode<Element, F32>(code) * factor);
+          if constexpr (std::is_same_v<Element, Int8>)
+            numbers[i] = int8_decode<F32>(code);
+          else
+            numbers[i] = L::flush(float8_decode<Element, F32>(code) * factor);
         }
         w[half] = arrange(numbers);
       }
@@ -213,7 +218,7 @@ struct Float8Row : WeightRow {
 
  private:
   float scale(int64_t block) const {
-    if (scaling == Scaling::kTensor) return 1.0f;
+    if (!has_blocks()) return 1.0f;
     if (scaling == Scaling::kE8M0) return e8m0_decode<float>(scales[block]);
     return Lanes<float>::flush(load<float>(scales + 4 * block));
   }
@@ -259,7 +264,7 @@ struct PairsOf : Row {
 
 /// 8-bit codes of tensors, or with an E8M0 scale for 32 of them.
 template <class Element>
-struct Float8PairRow : Float8Row<Element> {
+struct Float8PairRow : ByteRow<Element> {
   using Operands = Pairs;
   static constexpr int kMostTogether = 4;
   const PairTable<Element>& table = PairTable<Element>::get();
@@ -267,9 +272,9 @@ struct Float8PairRow : Float8Row<Element> {
   int64_t last_scale;
 
   __attribute__((always_inline)) Float8PairRow(const WeightOnlyProblem& p, int64_t batch, int64_t row)
-      : Float8Row<Element>(p, batch, row) {
-    const bool tensor = this->scaling == Scaling::kTensor;
-    scale_bytes = tensor ? &kNoScale : this->scales, last_scale = tensor ? 0 : INT64_MAX;
+      : ByteRow<Element>(p, batch, row) {
+    const bool blocks = this->has_blocks();
+    scale_bytes = blocks ? this->scales : &kNoScale, last_scale = blocks ? INT64_MAX : 0;
   }
   int64_t run_length() const { return INT64_MAX; }
 
@@ -296,7 +301,7 @@ struct Float8PairRow : Float8Row<Element> {
 
   __attribute__((noinline, cold)) void unpack_any(int64_t k, uint32_t* out) const {
     Sixteen w[2];
-    Float8Row<Element>::run(k / Float8Row<Element>::run_length()).unpack(k, w);
+    ByteRow<Element>::run(k / ByteRow<Element>::run_length()).unpack(k, w);
     store(out, Pairs::of_numbers(w));
   }
 };
@@ -317,6 +322,7 @@ auto with_weight_rows(const Format& format, Visit visit) {
     case CodeType::kE2M1:
       return format.scaling == Scaling::kTwoLevel ? visit(Kind<E2M1Row<16, E2M1PairTables>>{})
                                                   : visit(Kind<E2M1Row<32, E2M1PairTables>>{});
+    case CodeType::kInt8: return visit(Kind<PairsOf<ByteRow<Int8>>>{});
     default: return with_float8(format.code, [&](auto element) { return visit(Kind<Float8PairRow<decltype(element)>>{}); });
   }
 #else  // as float32
@@ -328,7 +334,8 @@ auto with_weight_rows(const Format& format, Visit visit) {
     case CodeType::kInt4: return format.scale_type == ElementType::kF16 ? int4(F16{}) : int4(BF16{});
     case CodeType::kE2M1:
       return format.scaling == Scaling::kTwoLevel ? visit(Kind<E2M1Row<16>>{}) : visit(Kind<E2M1Row<32>>{});
-    default: return with_float8(format.code, [&](auto element) { return visit(Kind<Float8Row<decltype(element)>>{}); });
+    case CodeType::kInt8: return visit(Kind<ByteRow<Int8>>{});
+    default: return with_float8(format.code, [&](auto element) { return visit(Kind<ByteRow<decltype(element)>>{}); });
   }
 #endif
 }

@@ -1,0 +1,115 @@
+"""Eight bits with one scale per line along the quantised axis: what servers call W8A8, per token and per channel."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from typing import Any, Literal
+
+import jax.numpy as jnp
+import numpy as np
+
+from jaxlowprec.arguments import one_of, shown
+from jaxlowprec.arrays.formats import Float8, Format
+
+Int8Rule = Literal["deploy", "compressed-tensors"]
+LEAST_SCALE_SERVED = 1 / (448 * 512)
+"""The least scale of a token's activations in vLLM's FP8 kernels."""
+
+
+class _Rows(Format):
+    """The common part of the formats whose lines have a scale each."""
+
+    scaling = "rows"
+
+    def _set_scale_dtype(self) -> None:
+        """Sets the name of the field's dtype; raises ValueError for another than those of scales."""
+        given: Any = self.scale_dtype
+        with contextlib.suppress(TypeError):
+            given = jnp.dtype(given).name
+        one_of(type(self).__name__, "scale_dtype", given, "float32", "bfloat16", "float16")
+        object.__setattr__(self, "scale_dtype", given)
+
+    def __str__(self) -> str:
+        words = [type(self).__name__]
+        words += [self.element.upper()] if self.element == "e5m2" else []
+        words += [self.scale_dtype] if self.scale_dtype != "float32" else []
+        return " ".join(words)
+
+
+@dataclasses.dataclass(frozen=True)
+class Float8Rows(_Rows):
+    """8-bit floats, one scale per line: a row, or a column if the array is quantised along axis -2.
+
+    A number decodes to `code * scale`. The scale is the line's amax over the largest element, and elements are divided
+    by it, as vLLM and compressed-tensors do ("FP8_DYNAMIC"): a token's codes do not depend on the tokens beside it.
+
+    Arguments:
+        element: "e4m3" or "e5m2".
+        scale_dtype: what scales are rounded to, before elements are divided: "float32" (activations), or "bfloat16" or
+            "float16", as checkpoints hold the scales of weights in the model's dtype.
+        least_scale: scales are no smaller. vLLM's kernels have 1 / (448 * 512) for activations. Gradients must not have
+            it: their lines would underflow.
+
+    Source: vLLM 0.32, compressed-tensors 0.20; numerics.md 18.
+    """
+
+    element: Float8 = "e4m3"
+    scale_dtype: str = "float32"
+    least_scale: float = 0.0
+
+    def __post_init__(self) -> None:
+        self._check("element", ("e4m3", "e5m2"))
+        self._set_scale_dtype()
+        value, limits = self.least_scale, np.finfo(np.float32)
+        a_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not a_number or not (value == 0 or float(limits.tiny) <= value <= float(limits.max)):
+            raise ValueError(
+                f"Float8Rows: least_scale={shown(value)}; needs a finite number, 0 or more, that is 0 or normal in "
+                "float32"
+            )
+        object.__setattr__(self, "least_scale", float(np.float32(value)))
+
+    @property
+    def attributes(self) -> dict[str, Any]:
+        """See `Format`."""
+        return {**super().attributes, "least_scale": np.float32(self.least_scale)}
+
+
+@dataclasses.dataclass(frozen=True)
+class Int8Rows(_Rows):
+    """8-bit integers, one scale per line: a row, or a column if the array is quantised along axis -2.
+
+    A number decodes to `code * scale`. A GEMM sums the products of codes exactly, in int32, so its bytes are the same
+    on every platform, and those of vLLM and SGLang.
+
+    Arguments:
+        scale_dtype: of the stored scales: "float32" (activations), or "bfloat16" or "float16", as checkpoints hold the
+            scales of weights in the model's dtype; elements are then divided by the rounded scale.
+        rule: "deploy": codes from -127 to 127. "compressed-tensors": that tool's rule for weights, whose scale is
+            the amax over 127.5, with codes from -128 on; for the second operand of a GEMM only.
+
+    Source: vLLM 0.32, compressed-tensors 0.20; numerics.md 18.
+    """
+
+    scale_dtype: str = "float32"
+    rule: Int8Rule = "deploy"
+
+    element = "int8"
+
+    def __post_init__(self) -> None:
+        self._check("rule", ("deploy", "compressed-tensors"))
+        self._set_scale_dtype()
+
+    @property
+    def scale_rule(self) -> Any:  # type: ignore[override]
+        """See `Format`."""
+        return self.rule
+
+    @property
+    def attributes(self) -> dict[str, Any]:
+        """See `Format`."""
+        return {**super().attributes, "least_scale": np.float32(0)}
+
+    def __str__(self) -> str:
+        return super().__str__() + (f" {self.rule} rule" if self.rule != "deploy" else "")

@@ -1,0 +1,89 @@
+"""Quantisation with one scale per line in pure JAX: the byte oracle of Float8Rows and Int8Rows (numerics.md 18)."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from jaxlowprec.arrays.formats import Format
+from jaxlowprec.ops.exact import nearest, quotient
+from jaxlowprec.ops.quantize.random_bits import Draws, random_bytes
+from jaxlowprec.ops.quantize.reference import LARGEST_ENCODE, stochastic
+from jaxlowprec.ops.rounding import INFINITY_BITS, MIN_NORMAL_BITS, from_bits, magnitude_bits, narrowed, widened
+
+LEAST_SCALE = 2.0**-126
+"""The least scale of lines that are not zero: a normal number, whose reciprocal is one too."""
+
+
+def amax_bits(x: jax.Array, axis: int | tuple[int, ...] = -1) -> jax.Array:
+    """The bits, int32, of the largest magnitude along an axis; they sort like magnitudes, NaN above infinity."""
+    return magnitude_bits(widened(x)).astype(jnp.int32).max(axis=axis, initial=0)
+
+
+def line_scales(bits: jax.Array, fmt: Format) -> tuple[jax.Array, jax.Array | None]:
+    """The scales of lines, from the bits of their amaxes, int32: elementwise.
+
+    Returns:
+        scale: float32, a number of the format's `scale_dtype`; NaN where a line is poisoned.
+        encode: float32, what elements are multiplied by; None: they are divided by the scale.
+    """
+    bits = jnp.where(bits < MIN_NORMAL_BITS, 0, bits)
+    amax = from_bits(jnp.where(bits >= INFINITY_BITS, 0, bits))
+    integers, dtype = fmt.element == "int8", jnp.dtype(fmt.scale_dtype)
+    scale = quotient(amax, 127.5 if fmt.scale_rule == "compressed-tensors" else fmt.maximum)
+    scale = jnp.where(amax > 0, jnp.maximum(scale, LEAST_SCALE), 0)
+    scale = jnp.maximum(scale, getattr(fmt, "least_scale", 0.0))
+    by_encode = integers and dtype == jnp.float32 and fmt.scale_rule == "deploy"
+    if dtype != jnp.float32:
+        scale = narrowed(scale, dtype)
+        scale = jnp.where(scale == 0, float(jnp.finfo(dtype).eps), scale)
+    elif not by_encode:
+        scale = jnp.where(scale == 0, 1.0, scale)
+    poisoned = (bits >= INFINITY_BITS) | jnp.isinf(scale)
+    encode = None
+    if by_encode:
+        encode = jnp.where(amax > 0, jnp.minimum(quotient(127.0, amax), LARGEST_ENCODE), 1.0)
+    return jnp.where(poisoned, jnp.nan, scale), encode
+
+
+def line_codes(
+    values: jax.Array, scale: jax.Array, encode: jax.Array | None, fmt: Format, byte: jax.Array | None
+) -> jax.Array:
+    """Codes, int32, of float32 numbers [..., R, C] in lines with scales [..., R, 1]: integers, or bytes of floats.
+
+    Zeros in poisoned lines, and +0 of zeros of either sign, subnormal float32 numbers among them. `byte`: for each
+    number, where it is rounded stochastically.
+    """
+    bits = magnitude_bits(values)
+    magnitude = from_bits(jnp.where(bits < INFINITY_BITS, bits, 0))
+    scaled = quotient(magnitude, scale) if encode is None else magnitude * encode
+    negative = (jax.lax.bitcast_convert_type(values, jnp.uint32) >> 31).astype(jnp.int32)
+    if fmt.element != "int8":
+        code = nearest(scaled, fmt.numbers) if byte is None else stochastic(scaled, fmt.numbers, byte)
+        code = code | negative << 7
+    else:
+        limit = 127.0 + (negative if fmt.scale_rule == "compressed-tensors" and byte is None else 0)
+        scaled = jnp.minimum(scaled, limit)
+        low = jnp.rint(scaled) if byte is None else jnp.floor(scaled)
+        up = 0 if byte is None else scaled - low >= (255.5 - byte.astype(jnp.float32)) * (1 / 256)
+        code = (low.astype(jnp.int32) + up) * (1 - 2 * negative)
+    return jnp.where(jnp.isnan(scale) | (bits < MIN_NORMAL_BITS), 0, code)
+
+
+def quantize_lines(
+    x: jax.Array, fmt: Format, amax: jax.Array | None = None, draws: Draws | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """x [..., R, C] -> codes and scales [..., R, 1], a scale for each row.
+
+    `amax` [..., R]: those of longer lines that these are parts of. With `draws` codes are rounded stochastically.
+    """
+    bits = amax_bits(x) if amax is None else magnitude_bits(amax).astype(jnp.int32)
+    scale, encode = line_scales(bits[..., None], fmt)
+    byte = None
+    if draws is not None:
+        byte = random_bytes(draws)
+        byte = byte.reshape(*x.shape[:-1], byte.shape[-2] * byte.shape[-1])[..., : x.shape[-1]]
+    code = line_codes(widened(x), scale, encode, fmt, byte)
+    narrow = code.astype(jnp.int8 if fmt.element == "int8" else jnp.uint8)
+    data = narrow if fmt.element == "int8" else jax.lax.bitcast_convert_type(narrow, fmt.data_dtype)
+    return data, scale.astype(fmt.scale_dtype)
