@@ -104,6 +104,20 @@ JLP_RULE const uint8_t* scales_of_row(const MatmulOperand& operand, int64_t rows
   return operand.scale + scale_row * operand.scale_stride();
 }
 
+/// The scales of `count` rows from `row` on that have one each (Scaling::kRows).
+static void load_scales_of_lines(const MatmulOperand& operand, int64_t rows, int64_t batch, int64_t row, int64_t count,
+                                 float* out) {
+  const ElementType type = operand.format.scale_type;
+  const uint8_t* from = scales_of_row(operand, rows, batch, row);
+  for (int64_t i = 0; i < count; ++i, from += operand.scale_stride()) {
+    uint32_t bits = 0;
+    memcpy(&bits, from, element_bytes(type));
+    out[i] = type == ElementType::kF32    ? Lanes<float>::from_bits(bits)
+             : type == ElementType::kBF16 ? bf16_decode<float>(bits)
+                                          : f16_decode<float>(bits);
+  }
+}
+
 /// Scales of one byte of kLanes rows of b, those from `row` on, decoded: a vector for each of `count` blocks from `first`
 /// on, `stride` floats apart. Lanes beyond `rows` get those of zero bytes.
 template <class Decode>
