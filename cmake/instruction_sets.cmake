@@ -2,13 +2,13 @@
 #   all       what a wheel needs, which does not know its processor; the default
 #   native    the set that dispatch.cc would choose on this machine's processor: what an editable installation needs
 #   portable  none of them
-# or some of avx2, avx512 and avx512_bf16, which needs avx512 and brings it along. A library without its processor's sets
-# runs the best that it has.
+# or some of avx2, avx512, avx512_bf16 and avx512_amx; the last two need avx512 and bring it along. A library without its
+# processor's sets runs the best that it has.
 #
 # The processor is asked in every run of CMake: a build folder can have come from another machine.
 cmake_minimum_required(VERSION 3.20)  # tests run this file by itself
 
-set(JAXLOWPREC_ISAS "all" CACHE STRING "Instruction sets of x86-64: all, native, portable, or some of avx2, avx512, avx512_bf16")
+set(JAXLOWPREC_ISAS "all" CACHE STRING "Instruction sets of x86-64: all, native, portable, or some of avx2, avx512, avx512_bf16, avx512_amx")
 
 function(jlp_native_isa result)
   set(${result} all PARENT_SCOPE)
@@ -29,14 +29,14 @@ function(jlp_native_isa result)
 endfunction()
 
 function(jlp_choose_isas result)
-  set(known avx2 avx512 avx512_bf16)
+  set(known avx2 avx512 avx512_amx avx512_bf16)
   string(REGEX REPLACE "[ ,]+" ";" isas "${JAXLOWPREC_ISAS}")
   if(isas STREQUAL "")
     set(isas all)
   endif()
   foreach(isa IN LISTS isas)
     if(NOT isa IN_LIST known AND NOT isa MATCHES "^(all|native|portable)$")
-      message(FATAL_ERROR "JAXLOWPREC_ISAS is \"${JAXLOWPREC_ISAS}\"; needs all, native, portable, or some of avx2, avx512, avx512_bf16")
+      message(FATAL_ERROR "JAXLOWPREC_ISAS is \"${JAXLOWPREC_ISAS}\"; needs all, native, portable, or some of avx2, avx512, avx512_bf16, avx512_amx")
     endif()
   endforeach()
   if(NOT CMAKE_SYSTEM_PROCESSOR MATCHES "x86_64|AMD64")
@@ -48,7 +48,7 @@ function(jlp_choose_isas result)
   endif()
   if("all" IN_LIST isas)
     set(isas ${known})
-  elseif("avx512_bf16" IN_LIST isas)
+  elseif("avx512_bf16" IN_LIST isas OR "avx512_amx" IN_LIST isas)
     list(APPEND isas avx512)
   endif()
   list(REMOVE_ITEM isas native portable)

@@ -6,8 +6,10 @@
 
 int main() {
   using namespace jaxlowprec::processor;
-  if (has_avx512())
-    std::puts(has_avx512_bf16() && !bf16_dot_is_slow() ? "avx512_bf16" : "avx512");
-  else
+  if (has_avx512()) {
+    std::fputs(has_avx512_bf16() && !bf16_dot_is_slow() ? "avx512_bf16" : "avx512", stdout);
+    std::puts(has_amx_int8() ? ";avx512_amx" : "");
+  } else {
     std::puts(has_avx2() ? "avx2" : "portable");
+  }
 }

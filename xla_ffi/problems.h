@@ -182,6 +182,8 @@ struct MatmulProblem : MatmulResult {
   bool packed() const { return a.format.packed() && b.format.packed(); }
 };
 
+constexpr int64_t kMostInt8Depth = 131'072;  // products of 8-bit integers whose sum 32 bits hold
+
 /// Whether there is a GEMM for a pair of operands (numerics.md 5 and 9).
 inline bool matmul_supports(const MatmulProblem& p) {
   const Format &a = p.a.format, &b = p.b.format;
@@ -189,6 +191,7 @@ inline bool matmul_supports(const MatmulProblem& p) {
   if (a.scaling != b.scaling) return false;
   if (a.scale_rule != b.scale_rule && a.scaling != Scaling::kTwoLevel && a.scaling != Scaling::kRows) return false;
   if ((a.code == CodeType::kInt8) != (b.code == CodeType::kInt8)) return false;
+  if (a.code == CodeType::kInt8 && p.depth() > kMostInt8Depth) return false;
   if (a.code == b.code && !meets_itself(a.code)) return false;
   if (a.scaling == Scaling::kFloat32 && a.tiles && b.tiles) return false;
   const bool mixed = a.packed() != b.packed();

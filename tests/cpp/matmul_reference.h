@@ -15,6 +15,7 @@ namespace reference {
 inline float decoded_code(const MatmulOperand& operand, int64_t rows, int64_t batch, int64_t row, int64_t k) {
   const uint8_t* data = operand.data + (batch * rows + row) * operand.format.row_bytes(operand.columns);
   if (operand.format.code == CodeType::kE2M1) return e2m1_decode<float>(code_at(data, k));
+  if (operand.format.code == CodeType::kInt8) return static_cast<int8_t>(data[k]);
   return float8_number(operand.format.code, data[k]);
 }
 
@@ -24,6 +25,7 @@ inline float decoded_scale(const MatmulOperand& operand, int64_t rows, int64_t b
   const int64_t index = (batch * format.scale_rows(rows) + at) * format.scale_columns(operand.columns) + block;
   if (format.scaling == Scaling::kTwoLevel) return float8_decode<E4M3, float>(operand.scale[index]);
   if (format.scaling == Scaling::kE8M0) return e8m0_decode<float>(operand.scale[index]);
+  if (format.scaling == Scaling::kRows) return get(operand.scale, format.scale_type, index);
   float scale;
   memcpy(&scale, operand.scale + 4 * index, 4);
   return scale;
@@ -46,7 +48,13 @@ struct DecodedOperand {
 /// One sum, the block scales included.
 inline float scaled_dot(const MatmulProblem& p, const DecodedOperand& a, int64_t m, const DecodedOperand& b, int64_t n) {
   const Scaling scaling = p.a.format.scaling;
-  const int64_t size = scaling == Scaling::kTensor ? a.depth : p.a.format.block;
+  if (p.a.format.code == CodeType::kInt8) {
+    int64_t sum = 0;
+    for (int64_t k = 0; k < a.depth; ++k)
+      sum += static_cast<int64_t>(a.codes[m * a.depth + k]) * static_cast<int64_t>(b.codes[n * b.depth + k]);
+    return multiply(multiply(static_cast<float>(sum), b.scales[n]), a.scales[m]);
+  }
+  const int64_t size = scaling == Scaling::kTensor || scaling == Scaling::kRows ? a.depth : p.a.format.block;
   const bool packed = p.a.format.code == CodeType::kE2M1 && p.b.format.code == CodeType::kE2M1;
   float y = 0;
   for (int64_t first = 0, block = 0; first < a.depth; first += size, ++block) {
@@ -58,6 +66,8 @@ inline float scaled_dot(const MatmulProblem& p, const DecodedOperand& a, int64_t
       y = add(y, multiply(sum, multiply(a_scale, b_scale)));
     else if (scaling == Scaling::kTensor)
       y = multiply(multiply(sum, a_scale), b_scale);
+    else if (scaling == Scaling::kRows)
+      y = multiply(multiply(sum, b_scale), a_scale);
     else if (packed)
       y = add(y, multiply(multiply(sum, a_scale), b_scale));
     else if (scaling == Scaling::kE8M0)

@@ -19,6 +19,13 @@ constexpr Format format(CodeType code, Scaling scaling, bool tiles) {
   return {code, scaling, block, tiles, ScaleRule::kUp, false, 0};
 }
 
+constexpr Format rows_format(CodeType code, ElementType scale_type) {
+  Format f = format(code, Scaling::kRows, false);
+  f.scale_type = scale_type;
+  if (code == CodeType::kInt8) f.scale_rule = ScaleRule::kDeploy;
+  return f;
+}
+
 std::vector<Format> formats() {
   std::vector<Format> all;
   for (const bool tiles : {false, true}) {
@@ -28,13 +35,20 @@ std::vector<Format> formats() {
     for (const CodeType code : {CodeType::kE4M3, CodeType::kE5M2}) all.push_back(format(code, Scaling::kFloat32, tiles));
   }
   for (const CodeType code : {CodeType::kE4M3, CodeType::kE5M2}) all.push_back(format(code, Scaling::kTensor, false));
+  all.push_back(rows_format(CodeType::kE4M3, ElementType::kF32));
+  all.push_back(rows_format(CodeType::kE5M2, ElementType::kBF16));
+  for (const ElementType type : kTypes) all.push_back(rows_format(CodeType::kInt8, type));
   return all;
 }
 
 std::string name(const Format& f) {
-  const char* const scalings[] = {"two-level", "e8m0", "float32", "tensor"};
-  return std::string(with_float(f.code, [](auto element) { return decltype(element)::kName; })) + "/" +
-         scalings[static_cast<int>(f.scaling)] + (f.tiles ? " tiles" : "");
+  const char* const scalings[] = {"two-level", "e8m0", "float32", "tensor", "float16", "rows "};
+  const std::string code =
+      f.code == CodeType::kInt8 ? "int8" : with_float(f.code, [](auto element) { return decltype(element)::kName; });
+  return code + "/" + scalings[static_cast<int>(f.scaling)] +
+         (f.tiles                       ? " tiles"
+          : f.scaling == Scaling::kRows ? name(f.scale_type)
+                                        : "");
 }
 
 /// K as it is stored: whole blocks of packed codes.
@@ -63,7 +77,11 @@ TEST(matmul_supports_the_pairs_of_the_rules_and_no_others) {
   CHECK(supported(nvfp4, nvfp4) && supported(mxfp4, mxfp4) && supported(mxfp4, mxfp8) && supported(wide, mxfp4));
   CHECK(supported(rows, rows) && supported(rows, tiles) && supported(tiles, rows) && supported(wide, mxfp8));
   CHECK(!supported(tiles, tiles) && !supported(wide, wide) && !supported(nvfp4, mxfp4) && !supported(mxfp8, rows));
-  CHECK_EQ(supported_pairs().size(), size_t{4 + (36 - 4) + (16 - 4 - 3) + 3});
+  const Format lines = rows_format(CodeType::kE4M3, ElementType::kF32),
+               int8 = rows_format(CodeType::kInt8, ElementType::kF32);
+  CHECK(supported(lines, lines) && supported(int8, int8) && !supported(lines, int8) && !supported(int8, lines));
+  CHECK(supported(int8, int8, kMostInt8Depth) && !supported(int8, int8, kMostInt8Depth + 1));
+  CHECK_EQ(supported_pairs().size(), size_t{4 + (36 - 4) + (16 - 4 - 3) + 3 + 3 + 9});
   Format floor = mxfp8;
   floor.scale_rule = ScaleRule::kFloor;
   CHECK(!supported(mxfp8, floor));
@@ -111,7 +129,9 @@ struct OperandBuffers {
     const int64_t special = numbers.any_code ? static_cast<int64_t>(random() % bytes) : -1;
     for (int64_t i = 0; i < bytes; ++i) {
       uint32_t code = random() & 0xFF;
-      if (format.code != CodeType::kE2M1)
+      if (format.code == CodeType::kInt8)
+        code = is_a && code == 0x80 ? 0 : code;  // a's are within +-127
+      else if (format.code != CodeType::kE2M1)
         code = (code & 0x80) | (i == special ? finite + random() % (0x80 - finite) : code % finite);
       data.as()[batch * bytes + i] = static_cast<uint8_t>(code);
     }
@@ -124,7 +144,8 @@ struct OperandBuffers {
       else if (format.scaling == Scaling::kE8M0)
         scale.as()[i] = static_cast<uint8_t>(any ? (random() % 8 ? random() % 254 : kE8M0NaN) : 117 + random() % 20);
       else
-        scale.as<float>()[i] = any && random() % 8 == 0 ? kNaN : size * static_cast<float>(1 + random() % 1000) / 512;
+        reference::put(scale.as(), format.scaling == Scaling::kRows ? format.scale_type : ElementType::kF32, i,
+                       any && random() % 8 == 0 ? kNaN : size * static_cast<float>(1 + random() % 1000) / 512);
     }
   }
   MatmulOperand operand() const {
@@ -307,7 +328,8 @@ TEST(matmul_is_within_the_bound_of_double_precision) {
       const MatmulProblem p = product.problem(result);
       const double alpha = p.a.amax ? static_cast<double>(*p.a.amax) * *p.b.amax / 7225344 : 1;
       const auto decoded = [&](const MatmulOperand& o, int64_t rows, int64_t row, int64_t k) {
-        const int64_t block = o.format.scaling == Scaling::kTensor ? 0 : k / o.format.block;
+        const bool one = o.format.scaling == Scaling::kTensor || o.format.scaling == Scaling::kRows;
+        const int64_t block = one ? 0 : k / o.format.block;
         return static_cast<double>(reference::decoded_code(o, rows, 0, row, k)) *
                reference::decoded_scale(o, rows, 0, row, block);
       };
@@ -342,12 +364,14 @@ TEST(matmul_keeps_a_poisoned_block_to_its_own_rows_and_columns) {
       if (format.scale_bytes() == 1)
         operand.scale.as()[at] = kE8M0NaN;
       else
-        operand.scale.as<float>()[at] = kNaN;
+        reference::put(operand.scale.as(), format.scaling == Scaling::kRows ? format.scale_type : ElementType::kF32, at,
+                       kNaN);
     };
     const auto poisoned = [](const Format& format, int64_t row, int64_t where) {
       return format.tiles ? row / format.block == where / format.block : row == where;
     };
-    poison(product.a, 37, 1), poison(product.b, 66, 2);
+    const bool one = f.scaling == Scaling::kRows;  // a line is a block
+    poison(product.a, 37, one ? 0 : 1), poison(product.b, 66, one ? 0 : 2);
     const Buffer result(shape.rows * shape.columns * 4);
     for (const Kernels* k : kernels_under_test()) {
       run_chunks(*k, product.problem(result), false);
@@ -437,6 +461,56 @@ TEST(matmul_keeps_the_sign_of_sums_that_underflow) {
       run_chunks(*k, p, false);
       CHECK_EQ(Lanes<float>::bits(*result.as<float>()), 0x80000000u);
     }
+  }
+}
+
+TEST(matmul_of_int8_is_exact_at_the_ends_of_codes_and_depth) {
+  const Format f = rows_format(CodeType::kInt8, ElementType::kF32);
+  for (const auto& [a_code, b_code] : {std::pair(127, 127), {127, -128}, {-127, -128}, {-127, 127}, {-127, -127}})
+    for (const int64_t depth : {int64_t{1}, int64_t{4099}, kReduced || kSanitized ? int64_t{1024} : kMostInt8Depth})
+      for (const int64_t rows : {1, 2, 17}) {
+        const check::Given given(std::to_string(a_code) + " by " + std::to_string(b_code) + ", " + std::to_string(rows) +
+                                 "x" + std::to_string(depth));
+        const int64_t columns = 19;
+        const Buffer a(rows * depth), b(columns * depth), ones(4 * columns), result(4 * rows * columns);
+        memset(a.as(), a_code, a.size()), memset(b.as(), b_code, b.size());
+        std::fill_n(ones.as<float>(), columns, 1.0f);
+        MatmulProblem p{};
+        p.a = {f, a.as(), ones.as(), nullptr, depth}, p.b = {f, b.as(), ones.as(), nullptr, depth};
+        p.batch = 1, p.rows = rows, p.columns = columns, p.result = result.as(), p.type = ElementType::kF32;
+        for (const Kernels* k : kernels_under_test()) {
+          const check::Given isa(k->isa);
+          run_chunks(*k, p, false);
+          for (int64_t i = 0; i < rows * columns; ++i)
+            CHECK_EQ(result.as<float>()[i], static_cast<float>(depth * a_code * b_code));
+        }
+      }
+}
+
+TEST(matmul_of_int8_takes_rows_that_lie_apart) {  // as groups of a weight's gradient do
+  std::mt19937 random(12);
+  const Shape shape = {5, 37, 70};
+  const Format f = rows_format(CodeType::kInt8, ElementType::kBF16);
+  const Product product({f, f}, shape, kNumbers[0], random);
+  const int64_t stride = 2 * shape.depth, scale_stride = 6;
+  const Buffer expected(shape.rows * shape.columns * 4), found(expected.size());
+  MatmulProblem p = product.problem(found);
+  reference::matmul(p, expected.as(), nullptr);
+  const auto apart = [&](MatmulOperand& operand, int64_t rows, const Buffer& data, const Buffer& scale) {
+    for (int64_t row = 0; row < rows; ++row) {
+      memcpy(data.as() + row * stride, operand.data + row * shape.depth, shape.depth);
+      memcpy(scale.as() + row * scale_stride, operand.scale + row * 2, 2);
+    }
+    operand.data = data.as(), operand.scale = scale.as();
+    operand.given_data_stride = stride, operand.given_scale_stride = scale_stride;
+  };
+  const Buffer a(shape.rows * stride), a_scale(shape.rows * scale_stride), b(shape.columns * stride),
+      b_scale(shape.columns * scale_stride);
+  apart(p.a, shape.rows, a, a_scale), apart(p.b, shape.columns, b, b_scale);
+  for (const Kernels* k : kernels_under_test()) {
+    const check::Given isa(k->isa);
+    run_chunks(*k, p, false);
+    CHECK_EQ(first_difference(found, expected, p.type), -1);
   }
 }
 

@@ -2,6 +2,7 @@
 #include <cstdlib>
 
 #include "kernels.h"
+#include "matmul/amx_kernels.h"
 #include "matmul/bf16_kernels.h"
 #include "processor.h"
 
@@ -32,6 +33,15 @@ const Kernels* bf16_kernels() {
 }
 #endif
 
+#if defined(JLP_HAVE_AVX512_AMX)
+/// The kernels `others` with AMX's; null where the processor or the system does not let us have it.
+const Kernels* amx_kernels(const Kernels& others) {
+  static const bool usable = processor::has_amx_int8();
+  static const Kernels kernels = avx512_amx::kernels(others);
+  return usable ? &kernels : nullptr;
+}
+#endif
+
 std::vector<const Kernels*> available() {
   std::vector<const Kernels*> found;
 #if defined(JLP_HAVE_AVX512)
@@ -40,6 +50,9 @@ std::vector<const Kernels*> available() {
 #if defined(JLP_HAVE_AVX512_BF16)
     if (const Kernels* kernels = bf16_kernels())
       found.insert(processor::bf16_dot_is_slow() ? found.end() : found.begin(), kernels);
+#endif
+#if defined(JLP_HAVE_AVX512_AMX)
+    if (const Kernels* kernels = amx_kernels(*found.front())) found.insert(found.begin(), kernels);
 #endif
   }
 #endif

@@ -57,7 +57,8 @@ inline int64_t cost(const Int4FakeQuantizeProblem& p) { return p.batch * p.size(
 inline int64_t cost(const Int4QuantizeProblem& p) { return p.batch * p.size() * 400; }
 inline int64_t cost(const Int4DequantizeProblem& p) { return p.batch * p.size() * 300; }
 inline int64_t cost(const MatmulProblem& p) {
-  const int64_t product = p.packed() ? 12 : 25, unpack = p.packed() ? 150 : 300;
+  const bool int8 = p.a.format.code == CodeType::kInt8;
+  const int64_t product = p.packed() ? 12 : int8 ? 15 : 25, unpack = p.packed() ? 150 : int8 ? 50 : 300;
   return p.batch * p.depth() * (p.rows * p.columns * product + (p.rows + p.columns) * unpack);
 }
 

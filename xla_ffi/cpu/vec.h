@@ -16,6 +16,10 @@
 #define JLP_ISA_AVX512
 #define JLP_ISA avx512_bf16
 #define JLP_VECTOR_BYTES 64
+#elif defined(JLP_ISA_AVX512_AMX)
+#define JLP_ISA_AVX512
+#define JLP_ISA avx512_amx
+#define JLP_VECTOR_BYTES 64
 #elif defined(JLP_ISA_AVX512)
 #define JLP_ISA avx512
 #define JLP_VECTOR_BYTES 64

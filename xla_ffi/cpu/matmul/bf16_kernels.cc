@@ -17,7 +17,7 @@ namespace {
 
 // Whether the operands of a GEMM are pairs of bfloat16. AVX-512 has the kernels of the others.
 
-bool by_pairs(const MatmulProblem& p) { return !p.packed(); }
+bool by_pairs(const MatmulProblem& p) { return !p.packed() && p.a.format.code != CodeType::kInt8; }
 
 bool by_pairs(const WeightOnlyProblem& p) {
   const Format& format = p.weight.format;

@@ -1,7 +1,12 @@
-// GEMMs of quantised operands; for AVX512_BF16 those that it has of its own (bf16_kernels.cc).
+// GEMMs of quantised operands; for AVX512_BF16 and AMX those that they have of their own (bf16_kernels.cc, amx_kernels.cc).
 #include "../entry.h"
+#if !defined(JLP_ISA_AVX512_AMX)
 #include "matmul_float8.h"
+#endif
 #if !defined(JLP_ISA_AVX512_BF16)
+#include "matmul_int8.h"
+#endif
+#if !defined(JLP_ISA_AVX512_BF16) && !defined(JLP_ISA_AVX512_AMX)
 #include "matmul_e2m1.h"
 #endif
 
@@ -11,11 +16,16 @@ namespace {
 
 template <class Visit>
 auto resolve([[maybe_unused]] const MatmulProblem& p, Visit visit) {
+#if defined(JLP_ISA_AVX512_AMX)
+  return visit(MatmulInt8{});
+#else
 #if !defined(JLP_ISA_AVX512_BF16)
   if (p.packed())
     return p.a.format.scaling == Scaling::kTwoLevel ? visit(MatmulE2M1<Nvfp4Scales>{}) : visit(MatmulE2M1<Mxfp4Scales>{});
+  if (p.a.format.code == CodeType::kInt8) return visit(MatmulInt8{});
 #endif
   return visit(MatmulFloat8{});
+#endif
 }
 
 }  // namespace
