@@ -147,7 +147,7 @@ def compute_capability() -> float | None:
 
 
 def isa() -> str | None:
-    """The instruction set whose CPU kernels are in use: "avx512_bf16", "avx512", "avx2" or "portable"."""
+    """The instruction set whose CPU kernels are in use: "avx512_amx", "avx512_bf16", "avx512", "avx2" or "portable"."""
     module = library().module
     return module.isa() if module else None
 

@@ -80,7 +80,7 @@ def sets_for(processor, *options):
     return done.returncode, " ".join((done.stdout + done.stderr).split())
 
 
-EVERY_SET = "portable, avx2, avx512, avx512_bf16"
+EVERY_SET = "portable, avx2, avx512, avx512_amx, avx512_bf16"
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,8 @@ EVERY_SET = "portable, avx2, avx512, avx512_bf16"
         ("portable", "portable"),
         ("avx2", "portable, avx2"),
         ("avx512", "portable, avx512"),
-        ("avx2,avx512_bf16", EVERY_SET),
+        ("avx2,avx512_bf16", "portable, avx2, avx512, avx512_bf16"),
+        ("avx512_amx", "portable, avx512, avx512_amx"),
         ("avx512 avx2", "portable, avx2, avx512"),
     ],
 )
@@ -107,9 +108,7 @@ def test_an_unknown_instruction_set_is_refused():
     for processor in ("x86_64", "aarch64"):
         status, text = sets_for(processor, "-DJAXLOWPREC_ISAS=avx2,mmx")
         assert status != 0
-        assert (
-            'JAXLOWPREC_ISAS is "avx2,mmx"; needs all, native, portable, or some of avx2, avx512, avx512_bf16' in text
-        )
+        assert 'JAXLOWPREC_ISAS is "avx2,mmx"; needs all, native, portable, or some of avx2, avx512, ' in text
 
 
 @pytest.mark.parametrize(("processor", "built"), [("x86_64", EVERY_SET), ("AMD64", EVERY_SET), ("aarch64", "portable")])
@@ -126,7 +125,9 @@ def test_native_is_this_processor_in_a_build_folder_of_another(tmp_path):
     built = "portable"
     if has({"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_vnni"}):
         fast = has({"avx512_bf16", "avx512vbmi"}) and "GenuineIntel" not in facts
-        built += ", avx512, avx512_bf16" if fast else ", avx512"
+        built += ", avx512"
+        built += ", avx512_amx" if has({"amx_tile", "amx_int8"}) else ""
+        built += ", avx512_bf16" if fast else ""
     elif has({"avx2", "fma", "f16c"}):
         built += ", avx2"
     (tmp_path / "CMakeCache.txt").write_text("jlp_status:STRING=0\njlp_compiled:BOOL=TRUE\n")

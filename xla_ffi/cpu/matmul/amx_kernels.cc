@@ -1,28 +1,11 @@
 #include "amx_kernels.h"
 
 #include "../entry.h"
+#include "amx_tiles.h"
 
 namespace jaxlowprec {
 namespace avx512_amx {
 namespace {
-
-struct TileConfig {
-  uint8_t palette, start_row, reserved[14];
-  uint16_t row_bytes[16];
-  uint8_t rows[16];
-};
-static_assert(sizeof(TileConfig) == 64);
-
-/// All eight tiles with 16 rows of 64 bytes, as long as a chunk runs: released, they are not saved when threads change.
-class Tiles {
- public:
-  Tiles() {
-    alignas(64) static constexpr TileConfig kConfig = {
-        1, 0, {}, {64, 64, 64, 64, 64, 64, 64, 64}, {16, 16, 16, 16, 16, 16, 16, 16}};
-    _tile_loadconfig(&kConfig);
-  }
-  ~Tiles() { _tile_release(); }
-};
 
 Kernels others;
 

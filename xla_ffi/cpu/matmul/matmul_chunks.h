@@ -105,7 +105,7 @@ JLP_RULE const uint8_t* scales_of_row(const MatmulOperand& operand, int64_t rows
 }
 
 /// The scales of `count` rows from `row` on that have one each (Scaling::kRows).
-static void load_scales_of_lines(const MatmulOperand& operand, int64_t rows, int64_t batch, int64_t row, int64_t count,
+inline void load_scales_of_lines(const MatmulOperand& operand, int64_t rows, int64_t batch, int64_t row, int64_t count,
                                  float* out) {
   const ElementType type = operand.format.scale_type;
   const uint8_t* from = scales_of_row(operand, rows, batch, row);

@@ -31,7 +31,8 @@ struct Float8Numbers {
 #else
   static constexpr int kRows = 4, kMostRows = 256, kStep = 256, kPanel = 8;
 #endif
-  static constexpr int kLeastRows = 8 * kRows, kRowsTogether = 1, kAfterRow = 0;
+  static constexpr int kLeastRows = 8 * kRows, kRowsTogether = 1, kAfterRow = 0, kLinesAhead = kStep / 64,
+                       kFetchesOfTile = 1;
   static constexpr bool kTileOfRows = false;
   static constexpr int kMxBlock = 32,
                        kMaxBlocks =

@@ -3,14 +3,16 @@
 //
 // A unit is a quad, 4 codes of one row in a 32-bit lane. The byte dot products of x86 want one unsigned side:
 //   AVX2      |b|, and a with b's sign: a's codes are within +-127 and b's within -128 to 127, so that the sum of a pair of
-//             products, 2 * 127 * 128, fits 16 bits
+//             products, at most 2 * 127 * 128, fits 16 bits
 //   AVX-512   b is stored 128 too large, and 128 times the sum of a's codes is taken off again; what overflows on the way
 //             wraps, and the result does not
-//   AMX       multiplies signed bytes: a tile of 16 rows by 64 codes and one of 16 quads by 16 lanes, both as they lie here
-// Without them codes are float32 numbers, whose sums over a step are exact.
+// AMX multiplies signed bytes (amx_tiles.h). Elsewhere codes are float32 numbers, whose sums over a step are exact.
 #pragma once
 
 #include "matmul_steps.h"
+#if defined(JLP_ISA_AVX512_AMX)
+#include "amx_tiles.h"
+#endif
 
 namespace jaxlowprec {
 namespace JLP_ISA {
@@ -19,25 +21,23 @@ struct Int8Codes {
   using Sum = int32_t;
   using Part = MatmulPart<Int8Codes>;
 #if defined(JLP_ISA_AVX512_AMX)
-  static constexpr int kRows = 32, kMostRows = 512, kLeastRows = 64, kStep = 1024, kPanel = 8, kRowsTogether = 16;
+  static constexpr int kRows = 32, kMostRows = 512, kLeastRows = 64, kStep = 512, kPanel = 8, kRowsTogether = kTileHeight;
   static constexpr int kAfterRow = 16;  // rows a power of two apart would share a few cache sets
-#elif defined(JLP_ISA_AVX512)
-  static constexpr int kRows = 12, kMostRows = 384, kLeastRows = 96, kStep = 512, kPanel = 8, kRowsTogether = 1;
+  static constexpr int kLinesAhead = 2, kFetchesOfTile = kStep / kTileDepth;
+#else
+#if defined(JLP_ISA_AVX512)
+  static constexpr int kRows = 12, kMostRows = 516, kLeastRows = 96, kStep = 512;
   static constexpr int kAfterRow = 1;  // -128 times the sum of the step's codes
 #elif defined(JLP_ISA_AVX2)
-  static constexpr int kRows = 4, kMostRows = 256, kLeastRows = 32, kStep = 1024, kPanel = 8, kRowsTogether = 1;
-  static constexpr int kAfterRow = 0;
+  static constexpr int kRows = 4, kMostRows = 256, kLeastRows = 32, kStep = 1024, kAfterRow = 0;
 #else
-  static constexpr int kRows = 4, kMostRows = 256, kLeastRows = 32, kStep = 256, kPanel = 8, kRowsTogether = 1;
-  static constexpr int kAfterRow = 0;
+  static constexpr int kRows = 4, kMostRows = 256, kLeastRows = 32, kStep = 256, kAfterRow = 0;
   static_assert(kStep * 127 * 128 < 1 << 24, "float32 holds a step's sums");
 #endif
-  static constexpr int kMaxBlocks = 0;
-#if defined(JLP_ISA_AVX512_AMX)
-  static constexpr bool kTileOfRows = true;
-#else
-  static constexpr bool kTileOfRows = false;
+  static constexpr int kPanel = 8, kRowsTogether = 1, kLinesAhead = kStep / 64, kFetchesOfTile = 1;
 #endif
+  static constexpr int kMaxBlocks = 0;
+  static constexpr bool kTileOfRows = kRowsTogether > 1;
 
   struct Exact {};
   template <class Visit>
@@ -105,43 +105,15 @@ struct Int8Codes {
   /// Up to 32 rows from `row` on, rounded up to 16, by kVectors vectors of the panel from `at` on, which lies at `vector` in
   /// y.
   __attribute__((noinline)) static void multiply_tile(const Part& part, int64_t row, int64_t count, int64_t vector,
-                                                      int64_t at, int64_t depth) {
-    constexpr int64_t kRowBytes = Part::kRowUnits * 4, kNext = Part::kUnits * kLanes;  // the panel's next vector
-    const Unit* a = part.rows + row * Part::kRowUnits;
-    const Unit* b = part.panel + at * kNext;
-    int32_t* y = part.y + ((vector + at) * part.rows_held + row) * kLanes;
-    int32_t* right = y + part.rows_held * kLanes;
-    const Unit* end = a + divide_up(depth, 64) * 16;
-    asm volatile("" ::: "memory");  // what g++ 12 has for a tile's load does not say that it reads memory
-    _tile_loadd(0, y, 64);
-    _tile_loadd(1, right, 64);
-    if (count > 16) {
-      const Unit* below = a + 16 * Part::kRowUnits;
-      _tile_loadd(2, y + 256, 64);
-      _tile_loadd(3, right + 256, 64);
-      for (; a < end; a += 16, below += 16, b += 16 * kLanes) {
-        _tile_loadd(4, a, kRowBytes);
-        _tile_loadd(6, b, 64);
-        _tile_loadd(7, b + kNext, 64);
-        _tile_dpbssd(0, 4, 6);
-        _tile_loadd(5, below, kRowBytes);
-        _tile_dpbssd(1, 4, 7);
-        _tile_dpbssd(2, 5, 6);
-        _tile_dpbssd(3, 5, 7);
-      }
-      _tile_stored(2, y + 256, 64);
-      _tile_stored(3, right + 256, 64);
-    } else {
-      for (; a < end; a += 16, b += 16 * kLanes) {
-        _tile_loadd(4, a, kRowBytes);
-        _tile_loadd(6, b, 64);
-        _tile_loadd(7, b + kNext, 64);
-        _tile_dpbssd(0, 4, 6);
-        _tile_dpbssd(1, 4, 7);
-      }
-    }
-    _tile_stored(0, y, 64);
-    _tile_stored(1, right, 64);
+                                                      int64_t at, int64_t depth, Ahead<kLinesAhead>& next) {
+    constexpr int64_t kRowBytes = Part::kRowUnits * 4, kVector = Part::kUnits * kLanes;
+    const Unit *a = part.rows + row * Part::kRowUnits, *b = part.panel + at * kVector;
+    const int64_t sums_next = part.rows_held * kLanes;
+    int32_t* sums = part.y + (vector + at) * sums_next + row * kLanes;
+    if (count > kTileHeight)
+      multiply_tiles<true>(a, kRowBytes, b, kVector, sums, sums_next, depth, next);
+    else
+      multiply_tiles<false>(a, kRowBytes, b, kVector, sums, sums_next, depth, next);
   }
 
 #else

@@ -88,7 +88,8 @@ struct MatmulPart {
 };
 
 /// `Kind` says what a unit and a sum are, how codes become units (load_row, load_vector) and how a tile multiplies them
-/// (multiply_tile; with kTileOfRows for up to kRows, else for a constant number of rows and vectors).
+/// (multiply_tile; with kTileOfRows for up to kRows rows, which fetches the next panel as it goes, else for a constant
+/// number of rows and vectors).
 template <class Kind>
 struct MatmulInSteps {
   static int64_t chunks_per_matrix(const MatmulProblem& p) { return cut(p).per_matrix(); }
@@ -110,7 +111,7 @@ struct MatmulInSteps {
 
  private:
   using Part = MatmulPart<Kind>;
-  using NextPanel = Ahead<std::max(Kind::kStep / 64, 1)>;
+  using NextPanel = Ahead<Kind::kLinesAhead>;
 
   static MatmulChunks cut(const MatmulProblem& p) {
     constexpr int64_t kPanelColumns = kPanelVectors * kLanes;
@@ -138,8 +139,8 @@ struct MatmulInSteps {
     if (part.scaled_blocks() && !b.format.tiles)
       scales = scales_of_row(b, part.p.columns, part.batch, row) + k / b.format.block * b.format.scale_bytes();
     const int64_t columns = std::min<int64_t>(part.range.columns - column, Kind::kPanel * kLanes);
-    const int64_t tiles = divide_up(rows, Kind::kRows) * (Kind::kPanel / kVectors);
-    return {part.codes_of_b(column, k), b.data_stride(), bytes_of(b, depth), scales, b.scale_stride(), columns, tiles};
+    const int64_t tiles = divide_up(rows, Kind::kRows) * (Kind::kPanel / kVectors), fetches = tiles * Kind::kFetchesOfTile;
+    return {part.codes_of_b(column, k), b.data_stride(), bytes_of(b, depth), scales, b.scale_stride(), columns, fetches};
   }
 
   static void load_panel(const Part& part, int64_t vector, int64_t vectors, int64_t k, int64_t depth) {
@@ -174,14 +175,15 @@ struct MatmulInSteps {
         }
       }
       for (int64_t row = 0; row < rows; row += tile) {
-        next.fetch();
         const int64_t count = std::min(tile, rows - row);
-        if constexpr (Kind::kTileOfRows)
-          Kind::multiply_tile(part, row, count, vector, at, depth);
-        else
+        if constexpr (Kind::kTileOfRows) {
+          Kind::multiply_tile(part, row, count, vector, at, depth, next);
+        } else {
+          next.fetch();
           with_count<Kind::kRows>(count, [&](auto constant) {
             Kind::template multiply_tile<Sums, decltype(constant)::value, kVectors>(part, row, vector, at, depth);
           });
+        }
       }
       at += kVectors;
     }
