@@ -62,6 +62,8 @@ ONE_OF_EACH = (  # every element, scaling and shape of block
     jlp.Float8Block(),
     jlp.Float8Block("e5m2", (128, 128), False),
     jlp.Float8Tensor(),
+    jlp.Float8Rows(),
+    jlp.Int8Rows(),
 )
 
 

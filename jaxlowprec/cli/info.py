@@ -12,11 +12,13 @@ from typing import Any, NamedTuple
 import jax
 
 from jaxlowprec.arrays.formats import MXFP4, MXFP8, NVFP4, Float8Block, Float8Tensor, Format, Int4
+from jaxlowprec.arrays.row_formats import Float8Rows, Int8Rows
 from jaxlowprec.cli.streams import as_json, emit
 from jaxlowprec.diagnostics import support
 from jaxlowprec.recipes.eden import NVFP4Eden
 from jaxlowprec.recipes.qat import Int4QAT
 from jaxlowprec.recipes.roles import Recipe
+from jaxlowprec.recipes.rows import Float8RowScaling, Int8RowScaling
 from jaxlowprec.recipes.transformer_engine import (
     DelayedScaling,
     Float8BlockScaling,
@@ -81,6 +83,12 @@ _OPERATIONS = (
         tuple((fmt, fmt) for fmt in (MXFP8(), Float8Block(), Float8Tensor())),
     ),
     _Operation(
+        "scaled_matmul, 8-bit by rows",
+        "scaled_matmul",
+        "Float8Rows x Float8Rows, Int8Rows x Int8Rows",
+        tuple((fmt, fmt) for fmt in (Float8Rows(), Int8Rows())),
+    ),
+    _Operation(
         "scaled_matmul, weight-only",
         "scaled_matmul",
         "bfloat16, float16 or float32 by every format, Int4 too",
@@ -95,6 +103,8 @@ _RECIPES: tuple[type[Recipe], ...] = (
     Float8BlockScaling,
     Float8CurrentScaling,
     DelayedScaling,
+    Float8RowScaling,
+    Int8RowScaling,
     Int4QAT,
 )
 _PORTABLE = "tested on CPUs only; `jaxlowprec verify` compares what this device computes with what it must"
