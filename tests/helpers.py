@@ -161,7 +161,7 @@ def quantized_from_bytes(shape, fmt, seed=0, *, amax=None, codes=None, scales=No
     batch, (lines, length) = shape[:-2], shape[-2:] if axis == -1 else shape[:-3:-1]
     length += -length % (hadamard.size if hadamard else 1)
     block = (1, 1) if fmt.scaling == "tensor" else fmt.block
-    blocks = (-(-lines // block[0]), -(-length // block[1]))
+    blocks = (-(-lines // block[0]), fmt.blocks(length))
 
     def fill(given, random, *dims):
         full = (*batch, *dims)
@@ -173,6 +173,8 @@ def quantized_from_bytes(shape, fmt, seed=0, *, amax=None, codes=None, scales=No
 
     def code(full):
         raw = rng.integers(0, 256, full)
+        if fmt.element == "int8":
+            return np.where(raw == 0x80, 0x81, raw)  # -127 at least
         largest = {"e2m1": 0x7F, "e4m3": 0x7E, "e5m2": 0x7B}[fmt.element]
         return np.where(raw & 0x7F > largest, largest, raw)
 

@@ -9,11 +9,12 @@ import jax.export
 import jax.numpy as jnp
 
 from jaxlowprec.arguments import shown
-from jaxlowprec.arrays import formats
+from jaxlowprec.arrays import formats, row_formats
 from jaxlowprec.arrays.hadamard import Hadamard
 from jaxlowprec.arrays.quantized_array import QuantizedArray, changed_fields
 
-_CLASSES = {cls.__name__: cls for cls in formats.Format.__subclasses__()} | {"Hadamard": Hadamard}
+_OF_ROWS = (row_formats.Float8Rows, row_formats.Int8Rows)
+_CLASSES: dict[str, Any] = {cls.__name__: cls for cls in (*formats.Format.__subclasses__(), *_OF_ROWS, Hadamard)}
 
 
 def register(cls: Any) -> Any:

@@ -163,7 +163,11 @@ def _portable(op: str, platform: str, formats: tuple[Format, ...]) -> str:
     """How an op runs where there are no kernels."""
     if op in _TARGETS:
         reference = "the reference in pure JAX, compiled by XLA"
-        if platform == "tpu" and op == "quantize" and not any(f.weight_only or f.chooses_scales for f in formats):
+        if (
+            platform == "tpu"
+            and op == "quantize"
+            and not any(f.weight_only or f.chooses_scales or f.scaling == "rows" for f in formats)
+        ):
             return f"a Pallas kernel on one device and in shard_map, else {reference}"
         return reference
     if len(formats) == 1:

@@ -127,7 +127,7 @@ class TestValues:
         assert (q.amax is None) == (fmt.scaling != "two_level")
         assert q.data.shape == (32, 128 if fmt.packed else 256)
         lines = -(-32 // fmt.length) if fmt.tiles else 32
-        assert q.scale.shape == (() if fmt.scaling == "tensor" else (lines, 256 // fmt.length))
+        assert q.scale.shape == (() if fmt.scaling == "tensor" else (lines, fmt.blocks(256)))
 
     @pytest.mark.parametrize("fmt", [f for f in FORMATS if not f.packed], ids=format_name)
     def test_the_maximum_is_the_largest_finite_element(self, fmt):

@@ -164,8 +164,8 @@ class TestCompact:
         assert data.shape == x.shape
         scale = np.asarray(scale.astype(jnp.float32))
         if fmt.scaling != "tensor":
-            assert scale.shape == (-(-40 // fmt.length), -(-300 // fmt.length) if fmt.tiles else 300)
-            scale = np.repeat(scale, fmt.length, axis=0)[:40]
+            assert scale.shape == (fmt.blocks(40), -(-300 // fmt.length) if fmt.tiles else 300)
+            scale = np.repeat(scale, -(-40 // fmt.blocks(40)) if fmt.scaling == "rows" else fmt.length, axis=0)[:40]
             scale = np.repeat(scale, fmt.length if fmt.tiles else 1, axis=1)[:, :300]
         np.testing.assert_array_equal(np.asarray(data.astype(jnp.float32)) * scale, q.dequantize())
 

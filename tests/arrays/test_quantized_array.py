@@ -43,7 +43,7 @@ class TestInvariants:
         for axis, lines, length in ((-1, m, k), (-2, k, m)):
             q = jlp.quantize(random_array(shape), fmt, axis=axis)
             assert (q.shape, q.ndim, q.size, q.axis) == (shape, len(shape), int(np.prod(shape)), axis)
-            blocks = -(-length // fmt.length)
+            blocks = fmt.blocks(length)
             codes = blocks * fmt.length // 2 if fmt.packed else length
             scales = () if fmt.scaling == "tensor" else (-(-lines // (fmt.length if fmt.tiles else 1)), blocks)
             assert (q.data.shape, q.data.dtype) == ((*batch, lines, codes), fmt.data_dtype)

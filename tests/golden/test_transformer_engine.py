@@ -14,7 +14,7 @@ import pytest
 
 from tests.eager import jlp
 from tests.helpers import digest, golden_input, often
-from tests.numpy_oracle.quantization import encode_e2m1
+from tests.numpy_oracle.codes import encode_e2m1
 from tests.numpy_oracle.scale_rules import best_scale
 
 ALL = json.loads((pathlib.Path(__file__).parent / "transformer_engine.json").read_text())

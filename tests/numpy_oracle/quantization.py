@@ -4,18 +4,12 @@ import ml_dtypes
 import numpy as np
 
 from tests.numpy_oracle import eden as of_scales
+from tests.numpy_oracle import rows as of_rows
+from tests.numpy_oracle.codes import ELEMENTS, GRIDS, MANTISSA_BITS, encode, encode_e2m1
 from tests.numpy_oracle.float32 import MAX_FINITE, F, flush
 from tests.numpy_oracle.random_bits import random_bytes
 from tests.numpy_oracle.rotation import rotate
 from tests.numpy_oracle.scale_rules import best_scale
-
-ELEMENTS = {"e2m1": ml_dtypes.float4_e2m1fn, "e4m3": ml_dtypes.float8_e4m3fn, "e5m2": ml_dtypes.float8_e5m2}
-MANTISSA_BITS = {"e2m1": 1, "e4m3": 3, "e5m2": 2}
-GRIDS = {  # the numbers of codes 0, 1, ...
-    name: np.array([v for v in np.arange(128, dtype=np.uint8)[: 8 if name == "e2m1" else 128].view(t).astype(float)])
-    for name, t in ELEMENTS.items()
-}
-GRIDS = {name: grid[np.isfinite(grid)] for name, grid in GRIDS.items()}
 
 
 def pad(x, rows, columns):
@@ -65,28 +59,6 @@ def encode_scale_of(a, fmt):
     return encode.astype(F)
 
 
-# --- codes
-
-
-def encode(x, multiplier, element, byte=None):
-    """Codes of x * multiplier, saturating; of x that is not finite, NaN."""
-    grid = GRIDS[element]
-    a = np.minimum(np.abs(np.where(np.isfinite(x), x * multiplier, F(0))), F(grid[-1]))
-    if byte is None:
-        code = a.astype(ELEMENTS[element]).view(np.uint8)
-    else:
-        a = a.astype(np.float64)
-        low = np.minimum(np.searchsorted(grid, a, side="right") - 1, len(grid) - 2)
-        fraction = (a - grid[low]) / (grid[low + 1] - grid[low])
-        code = (low + (fraction >= (255.5 - byte) / 256)).astype(np.uint8)
-    code = np.where(np.isfinite(x), code, 0x7F)
-    return code | (np.signbit(x) * np.uint8(8 if element == "e2m1" else 0x80))
-
-
-def encode_e2m1(x, multiplier):
-    return encode(x, multiplier, "e2m1")
-
-
 def amax(x, dtype, negative=None):
     """float32 [...] of [..., R, C]: the largest magnitude, after a rotation along R if there are signs."""
     with np.errstate(all="ignore"):
@@ -108,6 +80,9 @@ def quantize_matrix(x, dtype, fmt, axis=-1, negative=None, random=None, amax=Non
         x = x.T if axis == -2 else x
         if negative is not None:
             x = rotate(pad(x, 1, len(negative)), negative).astype(dtype).astype(F)
+        if fmt.scaling == "rows":
+            code, scale = of_rows.quantize(x, fmt, random)
+            return code.view(np.uint8), scale, None
         x = flush(x) + F(0)  # + 0 makes -0 +0
         g = np.abs(x).max(initial=F(0)) if amax is None else F(amax)  # NaN propagates
         (rows, columns), packed = x.shape, fmt.element == "e2m1"
@@ -168,6 +143,8 @@ def quantize_matrix(x, dtype, fmt, axis=-1, negative=None, random=None, amax=Non
 
 def code_values(data, fmt):
     """float32 of codes given as bytes; of packed ones, [rows, 2 * bytes]."""
+    if fmt.element == "int8":
+        return data.view(np.int8).astype(F)
     if fmt.element == "e2m1":
         data = np.stack([data & 15, data >> 4], axis=-1).reshape(data.shape[0], -1)
     return data.view(ELEMENTS[fmt.element]).astype(F)
@@ -188,7 +165,7 @@ def decode(data, scale, amax, fmt):
     """float32 without rotation undone: [rows, columns], whole blocks of packed codes."""
     with np.errstate(all="ignore"):
         values, scales = code_values(data, fmt), row_scales(scale, fmt, data.shape[0])
-        if fmt.scaling != "tensor":
+        if fmt.scaling not in ("tensor", "rows"):
             scales = np.repeat(scales, fmt.block[1], axis=1)[:, : values.shape[1]]
         values = flush(values * scales)
         return flush(flush(values * F(amax)) * F(1 / 2688)) if fmt.scaling == "two_level" else values

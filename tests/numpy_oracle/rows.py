@@ -3,8 +3,8 @@
 import ml_dtypes
 import numpy as np
 
+from tests.numpy_oracle.codes import ELEMENTS, encode
 from tests.numpy_oracle.float32 import F, flush
-from tests.numpy_oracle.quantization import encode
 from tests.numpy_oracle.random_bits import random_bytes
 
 LARGEST = {"e4m3": F(448), "e5m2": F(57344), "int8": F(127)}
@@ -26,7 +26,7 @@ def scale_of(amax, fmt):
     return np.where(np.isfinite(scale) & np.isfinite(amax), scale, F(np.nan)), factor
 
 
-def quantize_rows(x, fmt, random=None):
+def quantize(x, fmt, random=None):
     """Codes, int8 or as bytes, and float32 scales [rows, 1] of a matrix. `random`: see `quantize_matrix`."""
     with np.errstate(all="ignore"):
         x = flush(np.asarray(x).astype(F)) + F(0)
@@ -53,8 +53,7 @@ def decode(code, scale, fmt):
     """float32 of codes as `quantize_rows` gives them."""
     if fmt.element == "int8":
         return flush(code.astype(F) * scale)
-    elements = {"e4m3": ml_dtypes.float8_e4m3fn, "e5m2": ml_dtypes.float8_e5m2}
-    return flush(code.view(elements[fmt.element]).astype(F) * scale)
+    return flush(code.view(ELEMENTS[fmt.element]).astype(F) * scale)
 
 
 def multiply(a, b):

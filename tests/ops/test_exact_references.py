@@ -102,7 +102,7 @@ class TestLoweredForTPUs:
         assert not faults(lambda x, w: jlp.scaled_matmul(x, w, **REFERENCE), array_like(), weight)
 
     @pytest.mark.parametrize("implementation", ["reference", "portable"])
-    @pytest.mark.parametrize("fmt", [fmt for fmt in ONE_OF_EACH if not fmt.tiles], ids=format_name)
+    @pytest.mark.parametrize("fmt", [f for f in ONE_OF_EACH if not f.tiles and f.scaling != "rows"], ids=format_name)
     def test_gradients_that_are_added_to_others(self, fmt, implementation):
         sizes = jax.ShapeDtypeStruct((2,), jnp.int32)
         options = {"rowwise": False, "columnwise": True, "implementation": "reference"}

@@ -36,8 +36,8 @@ from jaxlowprec.ops.tiles import (
 
 
 def serves(spec: Any, x: Any) -> bool:
-    """Whether the kernel has this variant: all but chosen scales and the random scales of EDEN."""
-    return has_tiles(x) and not spec.eden and not spec.format.chooses_scales
+    """Whether the kernel has this variant: all but scales of lines, chosen scales and the random scales of EDEN."""
+    return has_tiles(x) and not spec.eden and not spec.format.chooses_scales and not spec.by_lines
 
 
 def quantize(spec: Any, x: jax.Array, *operands: jax.Array, interpret: bool = False) -> list[jax.Array]:

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 from hypothesis import strategies as st
 
-from tests.numpy_oracle.quantization import encode_e2m1
+from tests.numpy_oracle.codes import encode_e2m1
 from tests.numpy_oracle.scale_rules import best_scale
 
 GRID = [0, 0.5, 1, 1.5, 2, 3, 4, 6]  # of E2M1

@@ -26,7 +26,7 @@ def block_of(fmt, shape, row, column):
     shared = np.zeros(shape, bool)
     if fmt.scaling == "tensor":
         return ~shared
-    height, length = fmt.block
+    height, length = (1, shape[1]) if fmt.scaling == "rows" else fmt.block
     down, across = row // height * height, column // length * length
     shared[down : down + height, across : across + length] = True
     return shared
@@ -142,7 +142,7 @@ class HostileCases:
         """It comes out as good as alone; what it drowns comes out as zero of its sign."""
         x = np.tile(np.float32(1e-12) * np.array([1, -1], np.float32), (140, 150))
         where = np.zeros((140, 300), bool)
-        height, length = (140, 300) if fmt.scaling == "tensor" else fmt.block
+        height, length = {"tensor": (140, 300), "rows": (1, 300)}.get(fmt.scaling, fmt.block)
         where[::height, ::length] = True
         *_, y = map(np.asarray, self.there_and_back(fmt)(np.where(where, np.float32(3e5), x)))
         np.testing.assert_allclose(y[where], 3e5, rtol=2.0 ** -(MANTISSA_BITS[fmt.element] + 1))
@@ -187,7 +187,7 @@ class TestScales:
         error = np.abs(np.asarray(jlp.quantize(x, fmt).dequantize(), np.float64) - np.asarray(x, np.float64))
         amax = np.zeros(x.shape)
         for row in range(0, 70, fmt.length if fmt.tiles else 1):
-            for column in range(0, 260, fmt.length if fmt.scaling != "tensor" else 260):
+            for column in range(0, 260, fmt.length if fmt.scaling not in ("tensor", "rows") else 260):
                 shared = block_of(fmt, x.shape, row, column)
                 amax[shared] = np.abs(np.asarray(x)[shared]).max()
         bits = MANTISSA_BITS[fmt.element]
@@ -210,7 +210,8 @@ class TestStochasticRounding:
     def test_mean_of_many_draws_converges(self, fmt):
         x, draws = jax.random.normal(jax.random.key(2), (32, 128)), 1024
         nearest = jlp.quantize(x, fmt)
-        scale = np.repeat(np.asarray(nearest.scale.astype(jnp.float32)), fmt.length, axis=-1)
+        repeats = nearest.shape[-1] if fmt.scaling == "rows" else fmt.length
+        scale = np.repeat(np.asarray(nearest.scale.astype(jnp.float32)), repeats, axis=-1)
         exponent = np.floor(np.log2(np.maximum(np.abs(np.asarray(x)) / scale, 2.0**-100)))
         least = {"e2m1": 0, "e4m3": -6, "e5m2": -14}[fmt.element]
         step = 2.0 ** (np.maximum(exponent, least) - MANTISSA_BITS[fmt.element]) * scale
