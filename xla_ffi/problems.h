@@ -182,12 +182,15 @@ struct MatmulProblem : MatmulResult {
   bool packed() const { return a.format.packed() && b.format.packed(); }
 };
 
-constexpr int64_t kMostInt8Depth = 131'072;  // products of 8-bit integers whose sum 32 bits hold
+constexpr int64_t kMostInt8Depth = 131'072;                        // products of 8-bit integers whose sum 32 bits hold
+constexpr int32_t kLeastNibbleGroup = 32, kMostNibbleGroup = 256;  // of a 4-bit weight that 8-bit integers are multiplied by
 
 /// Whether there is a GEMM for a pair of operands (numerics.md 5 and 9).
 inline bool matmul_supports(const MatmulProblem& p) {
   const Format &a = p.a.format, &b = p.b.format;
   if (a.code == CodeType::kInt4) return false;
+  if (a.code == CodeType::kInt8 && (b.code == CodeType::kInt4 || (b.packed() && b.scaling == Scaling::kE8M0)))
+    return b.block >= kLeastNibbleGroup && kMostNibbleGroup % b.block == 0 && b.blocks(p.a.columns) == b.blocks(p.b.columns);
   if (a.scaling != b.scaling) return false;
   if (a.scale_rule != b.scale_rule && a.scaling != Scaling::kTwoLevel && a.scaling != Scaling::kRows) return false;
   if ((a.code == CodeType::kInt8) != (b.code == CodeType::kInt8)) return false;

@@ -15,6 +15,7 @@ namespace reference {
 inline float decoded_code(const MatmulOperand& operand, int64_t rows, int64_t batch, int64_t row, int64_t k) {
   const uint8_t* data = operand.data + (batch * rows + row) * operand.format.row_bytes(operand.columns);
   if (operand.format.code == CodeType::kE2M1) return e2m1_decode<float>(code_at(data, k));
+  if (operand.format.code == CodeType::kInt4) return static_cast<float>(code_at(data, k)) - 8;
   if (operand.format.code == CodeType::kInt8) return static_cast<int8_t>(data[k]);
   return float8_number(operand.format.code, data[k]);
 }
@@ -25,7 +26,8 @@ inline float decoded_scale(const MatmulOperand& operand, int64_t rows, int64_t b
   const int64_t index = (batch * format.scale_rows(rows) + at) * format.scale_columns(operand.columns) + block;
   if (format.scaling == Scaling::kTwoLevel) return float8_decode<E4M3, float>(operand.scale[index]);
   if (format.scaling == Scaling::kE8M0) return e8m0_decode<float>(operand.scale[index]);
-  if (format.scaling == Scaling::kRows) return get(operand.scale, format.scale_type, index);
+  if (format.scaling == Scaling::kRows || format.scaling == Scaling::kFloat16)
+    return get(operand.scale, format.scale_type, index);
   float scale;
   memcpy(&scale, operand.scale + 4 * index, 4);
   return scale;
@@ -48,6 +50,16 @@ struct DecodedOperand {
 /// One sum, the block scales included.
 inline float scaled_dot(const MatmulProblem& p, const DecodedOperand& a, int64_t m, const DecodedOperand& b, int64_t n) {
   const Scaling scaling = p.a.format.scaling;
+  if (p.a.format.code == CodeType::kInt8 && p.b.format.packed()) {
+    float y = 0;
+    for (int64_t first = 0, group = 0; first < a.depth; first += p.b.format.block, ++group) {
+      double sum = 0;  // exact
+      for (int64_t k = first; k < std::min(first + p.b.format.block, a.depth); ++k)
+        sum += a.codes[m * a.depth + k] * b.codes[n * b.depth + k];
+      y = fused_multiply_add(static_cast<float>(sum), b.scales[n * b.blocks + group], y);
+    }
+    return multiply(y, a.scales[m]);
+  }
   if (p.a.format.code == CodeType::kInt8) {
     int64_t sum = 0;
     for (int64_t k = 0; k < a.depth; ++k)

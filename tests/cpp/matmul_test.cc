@@ -26,6 +26,10 @@ constexpr Format rows_format(CodeType code, ElementType scale_type) {
   return f;
 }
 
+constexpr Format int4_format(int block, ElementType scale_type) {
+  return {CodeType::kInt4, Scaling::kFloat16, block, false, ScaleRule::kUp, false, 0, scale_type};
+}
+
 std::vector<Format> formats() {
   std::vector<Format> all;
   for (const bool tiles : {false, true}) {
@@ -38,13 +42,16 @@ std::vector<Format> formats() {
   all.push_back(rows_format(CodeType::kE4M3, ElementType::kF32));
   all.push_back(rows_format(CodeType::kE5M2, ElementType::kBF16));
   for (const ElementType type : kTypes) all.push_back(rows_format(CodeType::kInt8, type));
+  all.push_back(int4_format(128, ElementType::kBF16)), all.push_back(int4_format(32, ElementType::kF16));
   return all;
 }
 
 std::string name(const Format& f) {
   const char* const scalings[] = {"two-level", "e8m0", "float32", "tensor", "float16", "rows "};
-  const std::string code =
-      f.code == CodeType::kInt8 ? "int8" : with_float(f.code, [](auto element) { return decltype(element)::kName; });
+  const std::string code = f.code == CodeType::kInt8 ? "int8"
+                           : f.code == CodeType::kInt4
+                               ? "int4"
+                               : with_float(f.code, [](auto element) { return decltype(element)::kName; });
   return code + "/" + scalings[static_cast<int>(f.scaling)] +
          (f.tiles                       ? " tiles"
           : f.scaling == Scaling::kRows ? name(f.scale_type)
@@ -52,7 +59,7 @@ std::string name(const Format& f) {
 }
 
 /// K as it is stored: whole blocks of packed codes.
-int64_t stored(const Format& f, int64_t depth) { return f.code == CodeType::kE2M1 ? f.blocks(depth) * f.block : depth; }
+int64_t stored(const Format& f, int64_t depth) { return f.packed() ? f.blocks(depth) * f.block : depth; }
 
 bool supported(const Format& a, const Format& b, int64_t depth = 33) {
   MatmulProblem p{};
@@ -80,8 +87,11 @@ TEST(matmul_supports_the_pairs_of_the_rules_and_no_others) {
   const Format lines = rows_format(CodeType::kE4M3, ElementType::kF32),
                int8 = rows_format(CodeType::kInt8, ElementType::kF32);
   CHECK(supported(lines, lines) && supported(int8, int8) && !supported(lines, int8) && !supported(int8, lines));
+  const Format int4 = int4_format(128, ElementType::kBF16);
+  CHECK(supported(int8, int4) && supported(int8, mxfp4) && !supported(int4, int8) && !supported(mxfp4, int8));
+  CHECK(!supported(lines, int4) && !supported(int8, nvfp4) && !supported(int8, int4_format(48, ElementType::kBF16)));
   CHECK(supported(int8, int8, kMostInt8Depth) && !supported(int8, int8, kMostInt8Depth + 1));
-  CHECK_EQ(supported_pairs().size(), size_t{4 + (36 - 4) + (16 - 4 - 3) + 3 + 3 + 9});
+  CHECK_EQ(supported_pairs().size(), size_t{4 + (36 - 4) + (16 - 4 - 3) + 3 + 3 + 9 + 12});
   Format floor = mxfp8;
   floor.scale_rule = ScaleRule::kFloor;
   CHECK(!supported(mxfp8, floor));
@@ -131,7 +141,7 @@ struct OperandBuffers {
       uint32_t code = random() & 0xFF;
       if (format.code == CodeType::kInt8)
         code = is_a && code == 0x80 ? 0 : code;  // a's are within +-127
-      else if (format.code != CodeType::kE2M1)
+      else if (!format.packed())
         code = (code & 0x80) | (i == special ? finite + random() % (0x80 - finite) : code % finite);
       data.as()[batch * bytes + i] = static_cast<uint8_t>(code);
     }
@@ -144,7 +154,7 @@ struct OperandBuffers {
       else if (format.scaling == Scaling::kE8M0)
         scale.as()[i] = static_cast<uint8_t>(any ? (random() % 8 ? random() % 254 : kE8M0NaN) : 117 + random() % 20);
       else
-        reference::put(scale.as(), format.scaling == Scaling::kRows ? format.scale_type : ElementType::kF32, i,
+        reference::put(scale.as(), format.scale_bytes() == 2 ? format.scale_type : ElementType::kF32, i,
                        any && random() % 8 == 0 ? kNaN : size * static_cast<float>(1 + random() % 1000) / 512);
     }
   }
@@ -364,14 +374,13 @@ TEST(matmul_keeps_a_poisoned_block_to_its_own_rows_and_columns) {
       if (format.scale_bytes() == 1)
         operand.scale.as()[at] = kE8M0NaN;
       else
-        reference::put(operand.scale.as(), format.scaling == Scaling::kRows ? format.scale_type : ElementType::kF32, at,
-                       kNaN);
+        reference::put(operand.scale.as(), format.scale_bytes() == 2 ? format.scale_type : ElementType::kF32, at, kNaN);
     };
     const auto poisoned = [](const Format& format, int64_t row, int64_t where) {
       return format.tiles ? row / format.block == where / format.block : row == where;
     };
-    const bool one = f.scaling == Scaling::kRows;  // a line is a block
-    poison(product.a, 37, one ? 0 : 1), poison(product.b, 66, one ? 0 : 2);
+    const auto block = [](const Format& format, int which) { return format.scaling == Scaling::kRows ? 0 : which; };
+    poison(product.a, 37, block(f, 1)), poison(product.b, 66, block(g, 2));
     const Buffer result(shape.rows * shape.columns * 4);
     for (const Kernels* k : kernels_under_test()) {
       run_chunks(*k, product.problem(result), false);

@@ -9,7 +9,7 @@ namespace {
 
 Kernels others;
 
-bool by_tiles(const MatmulProblem& p) { return p.a.format.code == CodeType::kInt8; }
+bool by_tiles(const MatmulProblem& p) { return p.a.format.code == CodeType::kInt8 && !p.b.format.packed(); }
 
 int64_t chunks(const MatmulProblem& p) { return by_tiles(p) ? matmul_chunks(p) : others.matmul_chunks(p); }
 

@@ -193,14 +193,14 @@ struct MatmulInSteps {
 
   static void finish(const Part& part) {
     const MatmulProblem& p = part.p;
-    const bool by_rows = p.a.format.scaling == Scaling::kRows;
     constexpr int64_t kColumns = 64;  // whole cache lines
     alignas(64) float first_factor[kColumns];
     float a_scale = 1, b_scale = 1;
     if (p.a.format.scaling == Scaling::kTensor)
       memcpy(&a_scale, p.a.scale + 4 * part.batch, 4), memcpy(&b_scale, p.b.scale + 4 * part.batch, 4);
     std::fill_n(first_factor, kColumns, a_scale), std::fill_n(part.last_factor, part.range.rows, b_scale);
-    if (by_rows) load_scales_of_lines(p.a, p.rows, part.batch, part.range.first_row, part.range.rows, part.last_factor);
+    if (p.a.format.scaling == Scaling::kRows)
+      load_scales_of_lines(p.a, p.rows, part.batch, part.range.first_row, part.range.rows, part.last_factor);
     const auto range_at = [&](int64_t column) {
       return MatmulRange{part.range.first_row, part.range.rows, part.range.first_column + column,
                          std::min(kColumns, part.range.columns - column)};
@@ -208,7 +208,8 @@ struct MatmulInSteps {
     for (int64_t column = 0; column < part.range.columns; column += kColumns) {
       const MatmulRange range = range_at(column);
       if (column + kColumns < part.range.columns) fetch_accumulated(p, part.batch, range_at(column + kColumns));
-      if (by_rows) load_scales_of_lines(p.b, p.columns, part.batch, range.first_column, range.columns, first_factor);
+      if (p.b.format.scaling == Scaling::kRows)
+        load_scales_of_lines(p.b, p.columns, part.batch, range.first_column, range.columns, first_factor);
       const auto* y = part.y + column * part.rows_held;
       finish_range(p, part.batch, range, [&](int64_t r, int64_t v) {
         const F32 sum = Kind::number(y + (v * part.rows_held + r) * kLanes);
