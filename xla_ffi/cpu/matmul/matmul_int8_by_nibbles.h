@@ -67,18 +67,15 @@ struct Int8ByNibbles {
   using Unit = uint32_t;
   static constexpr int kPerUnit = 4;
 #if defined(JLP_ISA_AVX512)
-  using Vector = __m512i;
   static constexpr bool kUnsignedPanel = true;
 #else
-  using Vector = __m256i;
   static constexpr bool kUnsignedPanel = false;
 #endif
 
   // --- unpacking: of 8 codes the even ones, then the odd ones, as the nibbles of 4 bytes have them
 
   /// Codes of one row of a, followed by zeros up to the step's end, and, of each group, what its sums start from.
-  static void load_row(const Part& part, int64_t i, const uint8_t* data, int64_t k, int64_t depth) {
-    (void)k;
+  static void load_row(const Part& part, int64_t i, const uint8_t* data, int64_t, int64_t depth) {
     auto* out = reinterpret_cast<uint8_t*>(part.rows + i * Part::kRowUnits);
     memcpy(out, data, depth);
     memset(out + depth, 0, kStep - depth);
@@ -161,20 +158,21 @@ struct Int8ByNibbles {
 
   JLP_RULE U32 sum_quads(U32) { return U32{}; }  // the panel has no starts
 
-  /// The sums of one group from its starts on.
+  /// The sums of one group, added to its starts.
   template <class, int kCount, int kWidth>
-  JLP_RULE void add_group(const Unit* a, const Unit* b, int64_t quads, __m512i (&sums)[kCount][kWidth]) {
-    for (int64_t q = 0; q < quads; ++q, b += kLanes) {
-      __m512i vectors[kWidth];
+  JLP_RULE void add_group(const Unit* a, const Unit* b, int64_t quads, U32 (&sums)[kCount][kWidth]) {
+    int64_t q = 0;
+    do {  // not `for`: g++ would copy all sums in each turn, for a group of none
+      U32 vectors[kWidth];
       JLP_UNROLL(8)
-      for (int v = 0; v < kWidth; ++v) vectors[v] = load<__m512i>(b + v * Part::kUnits * kLanes);
+      for (int v = 0; v < kWidth; ++v) vectors[v] = load<U32>(b + (v * Part::kUnits + q) * kLanes);
       JLP_UNROLL(12)
       for (int r = 0; r < kCount; ++r) {
         const __m512i quad = _mm512_set1_epi32(static_cast<int>(a[r * Part::kRowUnits + q]));
         JLP_UNROLL(8)
-        for (int v = 0; v < kWidth; ++v) sums[r][v] = _mm512_dpbusd_epi32(sums[r][v], vectors[v], quad);
+        for (int v = 0; v < kWidth; ++v) sums[r][v] = (U32)_mm512_dpbusd_epi32(raw(sums[r][v]), raw(vectors[v]), quad);
       }
-    }
+    } while (++q < quads);
   }
 
 #else
@@ -185,8 +183,8 @@ struct Int8ByNibbles {
   }
 
   template <class Sums, int kCount, int kWidth>
-  JLP_RULE void add_group(const Unit* a, const Unit* b, int64_t quads, __m256i (&sums)[kCount][kWidth]) {
-    for (int64_t first = 0; first < quads; first += Sums::kQuads, a += Sums::kQuads, b += Sums::kQuads * kLanes) {
+  JLP_RULE void add_group(const Unit* a, const Unit* b, int64_t quads, U32 (&sums)[kCount][kWidth]) {
+    do {
       __m256i pairs[kCount][kWidth];
       JLP_UNROLL(8)
       for (int q = 0; q < Sums::kQuads; ++q) {
@@ -203,10 +201,10 @@ struct Int8ByNibbles {
       JLP_UNROLL(4)
       for (int r = 0; r < kCount; ++r) {
         JLP_UNROLL(8)
-        for (int v = 0; v < kWidth; ++v)
-          sums[r][v] = _mm256_add_epi32(sums[r][v], _mm256_madd_epi16(pairs[r][v], _mm256_set1_epi16(1)));
+        for (int v = 0; v < kWidth; ++v) sums[r][v] += (U32)_mm256_madd_epi16(pairs[r][v], _mm256_set1_epi16(1));
       }
-    }
+      a += Sums::kQuads, b += Sums::kQuads * kLanes;
+    } while ((quads -= Sums::kQuads) > 0);
   }
 
 #endif
@@ -220,24 +218,24 @@ struct Int8ByNibbles {
     const float* scales = part.panel_scale + at * kMaxBlocks * kLanes;
     float* y = part.y + ((vector + at) * part.rows_held + row) * kLanes;
     for (int64_t g = 0; g < part.p.b.format.blocks(depth); ++g) {
-      Vector sums[kCount][kWidth];
+      U32 sums[kCount][kWidth];
       JLP_UNROLL(12)
       for (int r = 0; r < kCount; ++r) {
         JLP_UNROLL(8)
         for (int v = 0; v < kWidth; ++v)
-          sums[r][v] = kUnsignedPanel ? (Vector)(U32{} + load<uint32_t>(row_starts + r * kMaxBlocks + g))
-                                      : load<Vector>(scales + (v * kMaxBlocks + kStarts + g) * kLanes);
+          sums[r][v] = kUnsignedPanel ? U32{} + load<uint32_t>(row_starts + r * kMaxBlocks + g)
+                                      : load<U32>(scales + (v * kMaxBlocks + kStarts + g) * kLanes);
       }
       const Unit* a = part.rows + row * Part::kRowUnits + g * group / 4;
       const Unit* b = part.panel + (at * Part::kUnits + g * group / 4) * kLanes;
       add_group<Sums, kCount, kWidth>(a, b, group / 4, sums);
-      JLP_UNROLL(8)
-      for (int v = 0; v < kWidth; ++v) {
-        const F32 scale = load<F32>(scales + (v * kMaxBlocks + g) * kLanes);
-        JLP_UNROLL(12)
-        for (int r = 0; r < kCount; ++r) {
+      JLP_UNROLL(12)
+      for (int r = 0; r < kCount; ++r) {
+        JLP_UNROLL(8)
+        for (int v = 0; v < kWidth; ++v) {
+          const F32 scale = load<F32>(scales + (v * kMaxBlocks + g) * kLanes);
           float* to = y + v * stride + r * kLanes;
-          F32 sum = L::to_float((U32)sums[r][v]);
+          F32 sum = L::to_float(sums[r][v]);
           if (Sums::kFactor != 1) sum *= Sums::kFactor;
           store(to, L::fused_multiply_add(sum, scale, load<F32>(to)));
         }
