@@ -31,6 +31,8 @@ WITHOUT_A_TPU = {
 }
 ESTIMATES = ("reciprocal_estimate", "inverse_root_estimate")
 """Functions of `jaxlowprec.ops.exact` whose roundings are the platform's: what uses them corrects them by integers."""
+REPEATING = "(repeated_on_tpu)"
+"""In JAX's names: the function of `jaxlowprec.ops.scaled_matmul.portable` whose product with ones repeats scales."""
 
 _COMPUTATION = re.compile(r"^(?:ENTRY )?%(\S+) \(.*\{$")
 _INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%(\S+) = (\(?\w+)(\[[\d,]*\])?.*? ([a-z][\w-]*)\(([^)]*)\)(.*)$")
@@ -94,13 +96,14 @@ class Program:
     def products(self, origin: str = "") -> list[tuple[str, ...]]:
         """For each product on the matrix unit, the dtypes of its operands; of those that JAX names so.
 
-        XLA calls them convolutions on TPUs; for `jax.lax.ragged_dot` libtpu has a kernel of its own.
+        Products that repeat scales are left out. XLA calls them convolutions on TPUs; for `jax.lax.ragged_dot` libtpu
+        has a kernel of its own.
         """
         return [
             tuple(within[operand].dtype for operand in factors)
             for within in self.computations.values()
             for i in within.values()
-            if origin in i.origin and (factors := _factors(i))
+            if origin in i.origin and REPEATING not in i.origin and (factors := _factors(i))
         ]
 
     def roundings_of_the_platform(self, apart: tuple[str, ...] = ESTIMATES) -> list[Instruction]:

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 import jaxlowprec as jlp
 from jaxlowprec.ops.activations.quantized import quantized_activation
 from tests.sharding.meshes import mesh_of
-from tests.tpu_without_tpu.described_tpu import ESTIMATES, RAGGED_CODES, by_tpu, compiled, devices_of
+from tests.tpu_without_tpu.described_tpu import ESTIMATES, RAGGED_CODES, REPEATING, by_tpu, compiled, devices_of
 
 SIZE = 256
 X = jax.ShapeDtypeStruct((SIZE, SIZE), jnp.bfloat16)
@@ -108,6 +108,23 @@ class TestProducts:
         found = compiled(lambda a, b: jlp.scaled_matmul(a, b), q, q, devices=devices_of(tpu))
         assert found.faults == []
         assert found.products() == [CODES if name == "fp8_tensor" else BF16]
+
+    def test_four_chips(self):
+        """Scales are repeated by a product in shard_map; under jit XLA would send them to all chips."""
+        mesh = mesh_of((4,), names="x", devices=devices_of("7x"))
+        x = jax.ShapeDtypeStruct((4 * SIZE, SIZE), jnp.bfloat16, sharding=NamedSharding(mesh, P("x")))
+
+        def multiply(x):
+            q = jlp.quantize(x, jlp.MXFP8())
+            return jlp.scaled_matmul(q, q)
+
+        def repeats(function):
+            found = compiled(function, x, devices=mesh.devices)
+            assert found.faults == [] and found.products() == [BF16]
+            return any(REPEATING in i.origin for i in found.of_kind("convolution"))
+
+        assert not repeats(multiply)
+        assert repeats(jax.shard_map(multiply, mesh=mesh, in_specs=P("x"), out_specs=P("x")))
 
     @pytest.mark.sampled(3)
     @by_tpu

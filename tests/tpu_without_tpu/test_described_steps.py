@@ -70,6 +70,16 @@ class TestLinear:
         assert counted(found) == PRODUCTS["fp8_current"]
 
 
+@pytest.mark.parametrize("name", ["mxfp8", "nvfp4", "fp8_block"])
+def test_memory_of_a_large_step(name):
+    """Codes of three arrays both ways, and two operands of a product in bfloat16: no float32 scale of an element."""
+    n = 2048
+    step = step_of(lambda x, w: jlp.linear(x, w, recipe=RECIPES[name]))
+    found = compiled(step, array(n, n), array(n, n), array(n, n, dtype="float32"), devices=devices_of("7x"))
+    assert found.temporary_bytes < (6 + 2 * 2) * n * n
+    assert counted(found) == {BF16: 3}
+
+
 @by_tpu
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["fp8_current", "mxfp8"])

@@ -144,7 +144,8 @@ def _define(
         return run
 
     def run_reference(*args: jax.Array, quantize_by: Callable = quantize.reference_call) -> Sequence[jax.Array]:
-        made = make(*args[:operands])
+        # Behind a barrier: XLA would share float32 numbers with other ops of these operands, and store them.
+        made = make(*jax.lax.optimization_barrier(args[:operands]))
         return [array for y in made for array in quantize_by(of_matrix, y, *args[operands:])]
 
     def run_native(x: jax.Array, *rest: jax.Array, column_major: bool = False) -> Sequence[jax.Array]:

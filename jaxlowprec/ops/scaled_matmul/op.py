@@ -158,8 +158,10 @@ def matmul_op(spec: MatmulSpec, implementation: Implementation) -> wiring.Op:
         b_scale: jax.Array,
         *rest: jax.Array,
         float8: bool,
+        on_one_tpu: bool = False,
     ) -> Sequence[jax.Array]:
-        y = portable.products(a_data, a_scale, spec.a_format, b_data, b_scale, spec.b_format, float8=float8)
+        operands = a_data, a_scale, spec.a_format, b_data, b_scale, spec.b_format
+        y = portable.products(*operands, float8=float8, on_one_tpu=on_one_tpu)
         if spec.a_format.scaling == "tensor":
             y = reference.apply_tensor_scales(y, a_scale, b_scale)
         y = reference.apply_line_scales(y, a_scale, b_scale) if spec.by_lines else y
@@ -187,7 +189,7 @@ def matmul_op(spec: MatmulSpec, implementation: Implementation) -> wiring.Op:
         if problem := cuda.why_not(spec, a_data, b_data):
             if implementation == "ffi":
                 raise NotImplementedError(f'scaled_matmul: implementation="ffi": {problem}')
-            return multiply_portably(*operands, float8=not spec.float32_sums)
+            return multiply_portably(*operands, float8=float8)
         return cuda.matmul(spec, *operands)
 
     def when_reduced(add_up: wiring.AddUp, *operands: jax.Array) -> Sequence[jax.Array]:
@@ -205,13 +207,14 @@ def matmul_op(spec: MatmulSpec, implementation: Implementation) -> wiring.Op:
         results = spec.epilogue.finish(merged_rows(total), _merged_extras(spec, extras))
         return [split_rows(y, *total.shape[-3:-1]) for y in results]
 
-    merging = functools.partial(_merging, spec)
+    merging, float8 = functools.partial(_merging, spec), not spec.float32_sums
     return wiring.define(
         "jaxlowprec_scaled_matmul",
         rule=_rule(spec),
         outputs=outputs,
         reference=merging(multiply_by_reference),
-        portable=portable.by_platform(merging(multiply_portably), float8=not spec.float32_sums),
+        portable=portable.by_platform(merging(multiply_portably), float8=float8),
+        on_one_device={"tpu": functools.partial(merging(multiply_portably), float8=float8, on_one_tpu=True)},
         native={"cpu": merging(multiply_natively), "cuda": merging(multiply_on_gpu)},
         when_reduced=when_reduced,
         out_spec=spec.epilogue.out_spec,

@@ -20,7 +20,7 @@ from jaxlowprec.ops.grouped_matmul import api, ragged
 from jaxlowprec.ops.grouped_matmul.op import GroupedMatmulSpec
 from jaxlowprec.ops.grouped_matmul.plain import plain_rows
 from jaxlowprec.ops.scaled_matmul import portable
-from tests.helpers import assert_same_bytes, format_name, random_array, run_python
+from tests.helpers import ONE_OF_EACH, assert_same_bytes, format_name, random_array, run_python
 from tests.products import assert_is_product, calls_of, decoded
 
 ROOT = pathlib.Path(__file__).parents[3]
@@ -34,7 +34,13 @@ PAIRS = [
     (jlp.Float8Block(power_of_two=False), jlp.Float8Block(block=(128, 128), power_of_two=False)),
     (jlp.Float8Tensor(), jlp.Float8Tensor("e5m2")),
 ]
-by_pair = pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: "-by-".join(map(format_name, pair)))
+
+
+def pair_name(pair):
+    return "-by-".join(map(format_name, pair))
+
+
+by_pair = pytest.mark.parametrize("pair", PAIRS, ids=pair_name)
 SIZES = {"even": (33, 256, 48), "ragged": (7, 41, 18)}
 
 
@@ -72,6 +78,36 @@ class TestScaledMatmul:
             plain = jlp.dequantize(q, dtype=jnp.float32)
             factor = q.scale if q.format.scaling == "tensor" else 1.0 if scale is None else scale / 2688
             np.testing.assert_allclose(values.astype(jnp.float32)[:, : plain.shape[1]] * factor, plain, rtol=2**-22)
+
+
+def decodes_on_tpu(pair):
+    return pair[0].scaling != "tensor" and all(map(portable.is_exact_in_bfloat16, pair))
+
+
+class TestDecodedForOneTpu:
+    @pytest.mark.parametrize("sizes", SIZES)
+    @pytest.mark.parametrize("pair", [p for p in PAIRS if decodes_on_tpu(p)], ids=pair_name)
+    def test_the_sums_are_within_the_bound(self, pair, sizes):
+        a, b = operands(pair, sizes)
+        arrays = a.data, a.scale, a.format, b.data, b.scale, b.format
+        y = portable.products(*arrays, on_one_tpu=True)
+        a, b = (portable.decoded(q.data, q.scale, q.format)[:, : SIZES[sizes][1]].astype(jnp.float32) for q in (a, b))
+        assert_is_product(y, a, b.T)
+
+    @pytest.mark.parametrize("fmt", [f for f in ONE_OF_EACH if decodes_on_tpu([f])], ids=format_name)
+    def test_decoding_is_that_of_other_platforms(self, fmt):
+        """Any codes and, in three matrices, any scales: NaN among bytes; without NaN among float32."""
+        codes, scales = (np.random.default_rng(0).integers(0, 256, n, "uint8") for n in ((3, 70, 512), (3, 70, 4 * 32)))
+        data = jnp.asarray(codes).view(fmt.data_dtype)
+        rows, blocks = (-(-70 // fmt.length) if fmt.tiles else 70), 512 * (1 + fmt.packed) // fmt.length
+        scale = jnp.asarray(scales[:, :rows, :blocks])
+        scale = (scale.astype(jnp.int32).clip(1, 254) << 23).view(jnp.float32) if fmt.scaling == "float32" else scale
+        scale = scale if fmt.scaling == "float32" else scale.view(fmt.scale_dtype)
+        wanted = portable.decoded(data, scale, fmt)
+        assert_same_bytes(portable.decoded_on_tpu(data, scale, fmt)[:, 0], wanted)
+        if fmt.packed:
+            halves = portable.decoded_on_tpu(data, scale, fmt, halves=True)
+            assert_same_bytes(jnp.stack([halves[:, 0], halves[:, 1]], axis=-1).reshape(wanted.shape), wanted)
 
 
 def test_operands_of_a_tensor_scale_are_multiplied_as_codes():
