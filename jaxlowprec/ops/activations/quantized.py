@@ -144,8 +144,9 @@ def _define(
         return run
 
     def run_reference(*args: jax.Array, quantize_by: Callable = quantize.reference_call) -> Sequence[jax.Array]:
-        # Behind a barrier: XLA would share float32 numbers with other ops of these operands, and store them.
+        # Between barriers: XLA would store float32 numbers that other ops of the operands, or the results, share.
         made = make(*jax.lax.optimization_barrier(args[:operands]))
+        made = jax.lax.optimization_barrier(tuple(made))
         return [array for y in made for array in quantize_by(of_matrix, y, *args[operands:])]
 
     def run_native(x: jax.Array, *rest: jax.Array, column_major: bool = False) -> Sequence[jax.Array]:
