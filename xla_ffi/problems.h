@@ -192,7 +192,6 @@ inline bool matmul_supports(const MatmulProblem& p) {
   if (a.code == CodeType::kInt8 && (b.code == CodeType::kInt4 || (b.packed() && b.scaling == Scaling::kE8M0)))
     return b.block >= kLeastNibbleGroup && kMostNibbleGroup % b.block == 0 && b.blocks(p.a.columns) == b.blocks(p.b.columns);
   if (a.scaling != b.scaling) return false;
-  if (a.scale_rule != b.scale_rule && a.scaling != Scaling::kTwoLevel && a.scaling != Scaling::kRows) return false;
   if ((a.code == CodeType::kInt8) != (b.code == CodeType::kInt8)) return false;
   if (a.code == CodeType::kInt8 && p.depth() > kMostInt8Depth) return false;
   if (a.code == b.code && !meets_itself(a.code)) return false;

@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from jaxlowprec import wiring
-from jaxlowprec.arrays.formats import Format
+from jaxlowprec.arrays.formats import SYMMETRIC_ZERO, Format
 from jaxlowprec.arrays.hadamard import Hadamard
 from jaxlowprec.arrays.quantized_array import QuantizedArray, as_matrices, check_quantized
 from jaxlowprec.ops.checks import Implementation, check_implementation, choose, cpu_only, float_dtype
@@ -142,11 +142,11 @@ def dequantize_op(
 
 
 def code_values(data: jax.Array, fmt: Format) -> jax.Array:
-    """Codes as float32: packed ones [..., n] -> [..., 2n]."""
+    """Codes as float32: packed ones [..., n] -> [..., 2n]. Those of Int4 are symmetric."""
     if not fmt.packed:
         return data.astype(jnp.float32)
     codes = jnp.stack([data & 15, data >> 4], axis=-1).reshape(*data.shape[:-1], 2 * data.shape[-1])
-    return e2m1_value(codes)
+    return codes.astype(jnp.float32) - SYMMETRIC_ZERO if fmt.element == "int4" else e2m1_value(codes)
 
 
 def scale_values(scale: jax.Array, fmt: Format, rows: int) -> jax.Array:

@@ -356,12 +356,6 @@ class TestPairs:
                 ["both operands have 128x128 blocks (2D x 2D)", "quantise one in 1x128 blocks"],
             ),
             (
-                jlp.MXFP8(),
-                jlp.MXFP4(scale_rule="even"),
-                ValueError,
-                ["lhs has scale_rule='up' and rhs has 'even'", "quantise both by the same scale rule"],
-            ),
-            (
                 jlp.Float8Block(),
                 jlp.Float8Block(power_of_two=False),
                 ValueError,

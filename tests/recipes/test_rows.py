@@ -20,7 +20,9 @@ SERVED = {
     "FP8 dynamic": jlp.WeightQAT(
         jlp.Float8Rows(scale_dtype="bfloat16"), activation_format=jlp.Float8Rows(least_scale=LEAST_SCALE_SERVED)
     ),
-    "MXFP4 by MXFP8": jlp.WeightQAT(jlp.MXFP4(), activation_format=jlp.MXFP8()),
+    "MXFP4 by MXFP8": jlp.WeightQAT(jlp.MXFP4(scale_rule="even"), activation_format=jlp.MXFP8()),
+    "W4A8": jlp.WeightQAT(jlp.Int4(32), activation_format=jlp.Int8Rows()),
+    "MXFP4 by INT8": jlp.WeightQAT(jlp.MXFP4(), activation_format=jlp.Int8Rows()),
 }
 by_name = pytest.mark.parametrize("name", RECIPES)
 as_served = pytest.mark.parametrize("name", SERVED)

@@ -99,6 +99,7 @@ def scaled_matmul(
     | Float8Block x Float8Block | 1x128 and 128x128, not 128x128 on both |
     | Float8Tensor x Float8Tensor | |
     | Float8Rows x Float8Rows, Int8Rows x Int8Rows | a scale for each line |
+    | Int8Rows x Int4 (symmetric), Int8Rows x MXFP4 (W4A8) | rhs in groups of 32 to 256 |
 
     E4M3 can be multiplied by E5M2, on either side; E5M2 by E5M2 cannot.
 
@@ -131,7 +132,7 @@ def scaled_matmul(
     Raises:
         TypeError: a `rhs` that is not quantised, or a dtype that does not fit.
         ValueError: operands whose arrays are not those of their format and shape, quantised along another axis, of
-            different length or batch, by different scale rules, or rotated differently; an activation without its
+            different length or batch, one by powers of two alone, or rotated differently; an activation without its
             input, or the reverse.
         NotImplementedError: a pair of formats without a GEMM, `implementation="ffi"` where there is no kernel (or none
             of this precision: of Float8Block without power-of-two scales), or a derivative with respect to a plain
@@ -252,13 +253,18 @@ def _run(
             "products of 8-bit integers: multiply parts of it and add the products up, or keep this product in high "
             "precision"
         )
+    if way.rows_split == "both" and a.format.scaling != b.format.scaling:
+        raise NotImplementedError(
+            f"scaled_matmul: the contracted rows of {a.format} by {b.format} are split; {b.format} is for weights"
+        )
     unpacked = next((q for q in (a, b) if not q.format.packed), None)
+    length = max(a.format.length, b.format.length)
     spec = MatmulSpec(
         a.format,
         b.format,
         a.format.tiles and a.matrix_shape[0] % a.format.length != 0,
         b.format.tiles and b.matrix_shape[0] % b.format.length != 0,
-        unpacked is not None and unpacked.data.shape[-1] % unpacked.format.length != 0,
+        unpacked is not None and unpacked.data.shape[-1] % length != 0,
         epilogue,
         way.rows_split,
         wants_float32_sums(way.precision),
@@ -334,6 +340,9 @@ def _multiply(
 
 def check_pair(who: str, a: Format, b: Format) -> None:
     """Raises unless there is a GEMM for operands of these formats."""
+    if a.element == "int8" and b.packed:
+        _check_integers_by_weight(who, a, b)
+        return
     if a.scaling != b.scaling:
         raise NotImplementedError(
             f"{who}: lhs is {a} and rhs is {b}; there is no GEMM of formats scaled differently: quantise both alike, "
@@ -361,12 +370,21 @@ def check_pair(who: str, a: Format, b: Format) -> None:
         raise NotImplementedError(
             f"{who}: both operands have 128x128 blocks (2D x 2D); no GEMM takes that: quantise one in 1x128 blocks"
         )
-    for field in ("scale_rule", "power_of_two") if a.scaling in ("e8m0", "float32") else ():
-        rules = getattr(a, field), getattr(b, field)
-        if rules[0] != rules[1]:
-            raise ValueError(
-                f"{who}: lhs has {field}={rules[0]!r} and rhs has {rules[1]!r}; quantise both by the same scale rule"
-            )
+    if a.scaling == "float32" and a.power_of_two != b.power_of_two:
+        raise ValueError(
+            f"{who}: lhs has power_of_two={a.power_of_two} and rhs has {b.power_of_two}; quantise both by the same "
+            "scale rule"
+        )
+
+
+def _check_integers_by_weight(who: str, a: Format, b: Format) -> None:
+    """Raises unless there is a GEMM of 8-bit integers by rows with this 4-bit weight."""
+    groups = [size for size in (32, 64, 128, 256) if b.length == size]
+    if a.scale_rule != "deploy" or b.scaling not in ("e8m0", "float16") or b.has_zero_point or not groups:
+        raise NotImplementedError(
+            f"{who}: lhs is {a} and rhs is {b}; Int8Rows() meets MXFP4() and symmetric Int4 in groups of 32, 64, 128 "
+            "or 256: quantise the weight to one of these, or leave lhs in high precision"
+        )
 
 
 def check_rotations(who: str, a: Hadamard | None, b: Hadamard | None) -> None:

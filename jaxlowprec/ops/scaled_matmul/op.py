@@ -24,7 +24,7 @@ class MatmulSpec:
     """One variant of the op.
 
     Attributes:
-        a_format, b_format: of the operands.
+        a_format, b_format: of the operands; alike, or 8-bit integers by rows and a 4-bit weight in groups.
         ragged_rows, ragged_columns: M or N is not a multiple of the operand's square tiles.
         ragged_depth: K, as stored, is not a multiple of the block.
         epilogue: the operations after the sums.
@@ -47,8 +47,13 @@ class MatmulSpec:
 
     @property
     def by_lines(self) -> bool:
-        """Whether each line of the operands has a scale."""
+        """Whether each line of a has a scale, and of b, unless that has groups."""
         return self.a_format.scaling == "rows"
+
+    @property
+    def length(self) -> int:
+        """Elements along K that cannot be split."""
+        return max(self.a_format.length, self.b_format.length)
 
     @property
     def two_level(self) -> bool:
@@ -59,8 +64,7 @@ class MatmulSpec:
 def _rule(spec: MatmulSpec) -> wiring.ShardingRule:
     """M and N split (into whole tiles, if there are tiles); K splits into whole blocks and is then summed over."""
     whole: list[str] = []
-    length = spec.a_format.length
-    per_tensor = spec.a_format.scaling == "tensor"
+    length = spec.length
 
     def operand(factor: str, fmt: Format, ragged: bool, s: str) -> tuple[str, list[str]]:
         """The name of the operand's lines, and its data and scale, in a rule."""
@@ -70,11 +74,13 @@ def _rule(spec: MatmulSpec) -> wiring.ShardingRule:
             whole.extend((line, scale_line))
         elif fmt.tiles:
             line = f"({factor} b)"
-        if per_tensor:
+        if fmt.scaling == "tensor":
             return line, [f"... {s}{line} k", "..."]
-        if spec.by_lines:
+        if fmt.scaling == "rows":
             whole.append("one")
-            return line, [f"... {s}{line} k", f"... {'' if spec.rows_split == 'both' else s}{line} one"]
+            code = "k" if length == 1 else "kcodes" if spec.ragged_depth else "(k b)"
+            whole.extend(["kcodes"] * (code == "kcodes"))
+            return line, [f"... {s}{line} {code}", f"... {'' if spec.rows_split == 'both' else s}{line} one"]
         if spec.ragged_depth:
             code, blocks = "kbytes" if fmt.packed else "kcodes", "kblocks"
             whole.extend((code, blocks))
@@ -164,7 +170,8 @@ def matmul_op(spec: MatmulSpec, implementation: Implementation) -> wiring.Op:
         y = portable.products(*operands, float8=float8, on_one_tpu=on_one_tpu)
         if spec.a_format.scaling == "tensor":
             y = reference.apply_tensor_scales(y, a_scale, b_scale)
-        y = reference.apply_line_scales(y, a_scale, b_scale) if spec.by_lines else y
+        if spec.by_lines:
+            y = reference.apply_line_scales(y, a_scale, b_scale if spec.b_format.scaling == "rows" else None)
         y = reference.apply_amaxes(y, *rest[:2]) if spec.two_level else y
         return spec.epilogue.finish(y, rest[amaxes:])
 
@@ -194,7 +201,7 @@ def matmul_op(spec: MatmulSpec, implementation: Implementation) -> wiring.Op:
 
     def when_reduced(add_up: wiring.AddUp, *operands: jax.Array) -> Sequence[jax.Array]:
         """If K is split, partial sums (scales applied) are added up before the rest of the epilogue."""
-        if spec.a_format.element == "int8" and spec.sums == "float32":
+        if spec.a_format.element == spec.b_format.element == "int8" and spec.sums == "float32":
             total = add_up(_integer_sums(spec, operands[0], operands[2]))
             total = _with_line_scales(spec, total.astype(jnp.float32), operands[1], operands[3])
         else:

@@ -2,7 +2,7 @@
 
     NVFP4, MXFP4, MXFP8, powers of two    decoded to bfloat16, which is exact
     Float8Tensor, Float8Rows              FP8 codes as they are, where XLA multiplies FP8; else bfloat16
-    Int8Rows                              integers as they are, which is exact
+    Int8Rows                              integers as they are, which is exact; by MXFP4 in bfloat16, by Int4 in float32
     blocks with any float32 scales        decoded to float32, multiplied at the highest precision
 
 The terms are those of the reference; XLA adds them up in an order of its own.
@@ -46,7 +46,7 @@ def decoded(data: jax.Array, scale: jax.Array, fmt: Format) -> jax.Array:
     if fmt.scaling not in ("tensor", "rows"):
         scales = jnp.repeat(scale_values(scale, fmt, data.shape[-2]), fmt.length, axis=-1)
         values = values * scales[..., : values.shape[-1]]
-    return values.astype(jnp.bfloat16) if is_exact_in_bfloat16(fmt) else values
+    return values.astype(jnp.bfloat16) if is_exact_in_bfloat16(fmt) and fmt.element != "int4" else values
 
 
 def decoded_on_tpu(data: jax.Array, scale: jax.Array, fmt: Format, halves: bool = False) -> jax.Array:
@@ -104,17 +104,18 @@ def products(
         return integer_dot(a_data, b_data).astype(jnp.float32)
     without_blocks = ("tensor", "rows")
     # Exact operands need one pass, whatever `jax.default_matmul_precision` says.
-    exact = is_exact_in_bfloat16(a_format) and is_exact_in_bfloat16(b_format)
+    exact = all(is_exact_in_bfloat16(fmt) and fmt.element != "int4" for fmt in (a_format, b_format))
     precision = jax.lax.Precision.DEFAULT if exact else jax.lax.Precision.HIGHEST
     if a_format.scaling in without_blocks and b_format.scaling in without_blocks and float8:
         return (multiply or _multiply)(a_data, b_data, precision=precision)
     decode: Callable[..., jax.Array] = decoded
-    if on_one_tpu and exact and a_format.scaling not in without_blocks:
+    if on_one_tpu and exact and a_format.scaling == b_format.scaling and a_format.scaling not in without_blocks:
         decode = functools.partial(decoded_on_tpu, halves=a_format.packed and b_format.packed)
         multiply = functools.partial(_multiply, parts=True)
     a, b = decode(a_data, a_scale, a_format), decode(b_data, b_scale, b_format)
     depth = min(a.shape[-1], b.shape[-1])  # packed codes may be padded
-    return (multiply or _multiply)(a[..., :depth], b[..., :depth], precision=precision)
+    a, b = (v[..., :depth].astype(jnp.promote_types(a.dtype, b.dtype)) for v in (a, b))
+    return (multiply or _multiply)(a, b, precision=precision)
 
 
 def _multiply(a: jax.Array, b: jax.Array, precision: jax.lax.Precision, parts: bool = False) -> jax.Array:

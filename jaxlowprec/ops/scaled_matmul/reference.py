@@ -22,6 +22,8 @@ def products(
     go into the operands where one has 8-bit codes, and p is over all of K; so it is with the scales of lines, where p
     of integers is exact.
     """
+    if a_format.scaling != b_format.scaling:
+        return apply_line_scales(integers_by_groups(a_data, b_data, b_scale, b_format), a_scale)
     values = [code_values(a_data, a_format), code_values(b_data, b_format)]
     scales = [scale_values(a_scale, a_format, a_data.shape[-2]), scale_values(b_scale, b_format, b_data.shape[-2])]
     if a_format.scaling == "tensor":
@@ -69,10 +71,33 @@ def integer_dot(a: jax.Array, b: jax.Array) -> jax.Array:
     return jnp.einsum("...mk,...nk->...mn", a, b, preferred_element_type=jnp.int32)
 
 
-def apply_line_scales(y: jax.Array, a_scale: jax.Array, b_scale: jax.Array) -> jax.Array:
-    """Sums [..., M, N] times the scales of their columns [..., N, 1], then those of their rows [..., M, 1]."""
-    a_scale, b_scale = a_scale.astype(jnp.float32), jnp.swapaxes(b_scale, -1, -2).astype(jnp.float32)
-    return rounded(rounded(y * b_scale) * a_scale)
+def integers_by_groups(a_data: jax.Array, b_data: jax.Array, b_scale: jax.Array, b_format: Format) -> jax.Array:
+    """8-bit integers [..., M, K] by a 4-bit weight [..., N, K] -> float32 [..., M, N], without the scales of a's lines.
+
+    y = 0; for each group of K in order, with p the exact sum of its products: y = fma(p, s_b, y). XLA may round the
+    product of an Int4 scale, of up to 11 bits, before it adds; with MXFP4's powers of two that changes nothing.
+    """
+    groups, length = b_scale.shape[-1], b_format.length
+    values = a_data.astype(jnp.float32), code_values(b_data, b_format)
+
+    def by_group(v: jax.Array) -> jax.Array:
+        v = jnp.pad(v, [(0, 0)] * (v.ndim - 1) + [(0, groups * length - v.shape[-1])])
+        return jnp.moveaxis(v.reshape(*v.shape[:-1], groups, length), -2, 0)
+
+    def add(y: jax.Array, group: Any) -> tuple[jax.Array, None]:
+        a, b, scale = group
+        return y + exact_dot(a, b) * scale[..., None, :], None
+
+    scales = jnp.moveaxis(scale_values(b_scale, b_format, b_data.shape[-2]), -1, 0)
+    zero = jnp.zeros((*a_data.shape[:-1], b_data.shape[-2]), jnp.float32)
+    return jax.lax.scan(add, zero, (*map(by_group, values), scales))[0]
+
+
+def apply_line_scales(y: jax.Array, a_scale: jax.Array, b_scale: jax.Array | None = None) -> jax.Array:
+    """Sums [..., M, N] times the scales of columns [..., N, 1], if they are given, then of rows [..., M, 1]."""
+    if b_scale is not None:
+        y = rounded(y * jnp.swapaxes(b_scale, -1, -2).astype(jnp.float32))
+    return rounded(y * a_scale.astype(jnp.float32))
 
 
 def alpha(a_amax: jax.Array, b_amax: jax.Array) -> jax.Array:

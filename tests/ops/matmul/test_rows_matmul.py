@@ -108,6 +108,57 @@ class TestFloats:
         assert (y != sums * np.asarray(a.scale) * np.asarray(b.scale).T).any()
 
 
+class TestFourBitWeights:
+    """W4A8: exact sums of groups, one multiply-add for each."""
+
+    FORMATS = (
+        jlp.Int4(32),
+        jlp.Int4(128, pad=True),
+        jlp.Int4(256, scale_dtype="float16", pad=True),
+        jlp.MXFP4(),
+        jlp.MXFP4((32, 32), "even"),
+    )
+
+    def exact(self, a, b):
+        """By float64, which holds a product and, but for a rounding that is rarely seen, a multiply-add."""
+        codes = np.asarray(b.data)
+        codes = np.stack([codes & 15, codes >> 4], -1).reshape(codes.shape[0], -1)
+        grid = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+        values = codes - 8.0 if b.format.element == "int4" else grid[codes & 7] * np.where(codes & 8, -1, 1)
+        scales = np.asarray(b.scale.astype(jnp.float32)).astype(np.float64)
+        if b.format.tiles:
+            scales = np.repeat(scales, 32, axis=0)[: codes.shape[0]]
+        y = np.zeros((a.shape[0], b.shape[0]), np.float32)
+        for g in range(scales.shape[1]):
+            part = slice(g * b.format.length, (g + 1) * b.format.length)
+            sums = np.asarray(a.data)[:, part].astype(np.float64) @ values[:, part][:, : a.shape[1] - part.start].T
+            y = (sums * scales[:, g] + y).astype(np.float32)
+        return y * np.asarray(a.scale)
+
+    @pytest.mark.parametrize("fmt", FORMATS, ids=str)
+    @pytest.mark.parametrize(
+        "shape", [(1, 96, 64), (2, 40, 96), (33, 70, 256), (64, 128, 1024), (130, 257, 480)], ids=str
+    )
+    def test_bytes_are_those_of_exact_groups(self, shape, fmt, isa):
+        m, n, k = shape
+        a = jlp.quantize(random_array((m, k), seed=1), jlp.Int8Rows())
+        b = jlp.quantize(random_array((n, k), seed=2), fmt)
+        y = np.asarray(jlp.scaled_matmul(a, b, preferred_element_type=jnp.float32))
+        np.testing.assert_array_equal(y, self.exact(a, b))
+        for implementation in ("reference", "portable"):
+            other = jlp.scaled_matmul(a, b, preferred_element_type=jnp.float32, implementation=implementation)
+            np.testing.assert_allclose(y, other, rtol=0, atol=1e-5 * np.abs(y).max())
+        one = QuantizedArray(a.data[:1], a.scale[:1], None, None, a.format, (1, k), a.dtype, -1, None)
+        assert_same_bytes(jlp.scaled_matmul(one, b, preferred_element_type=jnp.float32), y[:1])
+
+    def test_activations_cost_little_beside_the_weight(self):
+        x, w = random_array((64, 1024), "float32", 1), random_array((128, 1024), "float32", 2)
+        q = jlp.quantize(w, jlp.Int4(128))
+        exact, decoded = (np.asarray(x, np.float64) @ np.asarray(v, np.float64).T for v in (w, q.dequantize()))
+        y = np.asarray(jlp.scaled_matmul(jlp.quantize(x, jlp.Int8Rows()), q, preferred_element_type=jnp.float32))
+        assert np.linalg.norm(y - exact) < 1.02 * np.linalg.norm(decoded - exact)
+
+
 @pytest.mark.parametrize("fmt", [jlp.Float8Rows(), jlp.Float8Rows(scale_dtype="bfloat16"), *WEIGHTS], ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_a_weight_alone_may_have_such_scales(fmt, shape, isa):
@@ -133,6 +184,9 @@ class TestBadInput:
             (jlp.Int8Rows(rule="compressed-tensors"), jlp.Int8Rows(), "codes of -128; only rhs may"),
             (jlp.Float8Rows("e5m2"), jlp.Float8Rows("e5m2"), "no GEMM takes E5M2 x E5M2"),
             (jlp.Int8Rows(), jlp.MXFP8(), "formats scaled differently"),
+            (jlp.Int8Rows(), jlp.NVFP4(), "meets MXFP4.. and symmetric Int4"),
+            (jlp.Int8Rows(), jlp.Int4(16), "meets MXFP4.. and symmetric Int4 in groups of 32"),
+            (jlp.Int8Rows(), jlp.Int4(32, symmetric=False), "symmetric Int4"),
         ],
         ids=str,
     )
