@@ -534,6 +534,11 @@ TEST(bf16_kernels_are_there_where_the_processor_has_the_instructions) {
   CHECK_EQ(found, avx512 && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vbmi"));
 #endif
 }
+
+TEST(amx_kernels_are_the_first_choice_where_they_can_run) {
+  const std::vector<std::string> isas = available_isas();
+  if (std::find(isas.begin(), isas.end(), "avx512_amx") != isas.end()) CHECK_EQ(isas.front(), std::string("avx512_amx"));
+}
 #endif
 
 TEST(matmul_gradient_of_gelu_at_infinity_is_a_finite_factor) {
