@@ -68,7 +68,10 @@ struct Int8Codes {
     __m512i sums = _mm512_setzero_si512();
     for (int64_t k = 0; k < depth; k += 64)
       sums = _mm512_dpbusd_epi32(sums, _mm512_set1_epi8(1), load<__m512i>(out + k / 4));
-    out[Part::kUnits] = -128 * _mm512_reduce_add_epi32(sums);
+    const U32 lanes = (U32)sums;
+    uint32_t sum = 0;
+    for (int lane = 0; lane < kLanes; ++lane) sum += lanes[lane];
+    out[Part::kUnits] = sum * static_cast<uint32_t>(-128);
 #endif
   }
 
