@@ -144,6 +144,8 @@ def runs(
         if chosen == "reference" or (platform == "cpu" and chosen != "portable"):
             return Runs("reference", why_not)
         return Runs("portable", f"{_portable(op, platform, formats)}, because {why_not}")
+    if op == "statistics" and any(f.scaling == "rows" for f in formats):
+        return Runs("reference", "what scales of rows did is counted in pure JAX: there is no kernel yet")
     targets = _TARGETS.get(op) or _PRODUCT_TARGETS[op]
     weight_only = len(formats) == 1 and formats[0].weight_only if op in _TARGETS else len(formats) == 1
     if platform == "cuda":
@@ -194,6 +196,8 @@ def _on_cuda(op: str, formats: tuple[Format, ...], capability: float | None) -> 
             f"the CUDA kernels need {_LEAST_CAPABILITY} or newer; use such a GPU, or set JAXLOWPREC_DISABLE_NATIVE=1 "
             "to run pure JAX",
         )
+    if op in ("quantize", "dequantize", "statistics") and any(f.scaling == "rows" for f in formats):
+        return Runs("portable", f"{_portable(op, 'cuda', formats)}, because scales of rows have no CUDA kernel yet")
     if op in _TARGETS:
         return Runs("native", "CUDA kernels")
     if len(formats) == 1:

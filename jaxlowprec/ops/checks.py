@@ -70,7 +70,7 @@ def cpu_only(chosen: Platforms, what: str) -> Platforms:
     """`choose`'s arguments for an op that has no CUDA kernel of `what`."""
     own: Platforms = {"platforms": tuple(p for p in chosen["platforms"] if p != "cuda")}
     if "missing" in chosen:
-        own["missing"] = {**chosen["missing"], "cuda": f"there is no CUDA kernel of {what}"}
+        own["missing"] = {**chosen["missing"], "cuda": f"{what} have no CUDA kernel yet"}
     return {**chosen, **own}
 
 

@@ -137,7 +137,7 @@ def dequantize_op(
         outputs=outputs,
         reference=run_reference,
         native=run_native,
-        **(cpu_only(chosen, "scales of lines") if fmt.scaling == "rows" else chosen),
+        **(cpu_only(chosen, "scales of rows") if fmt.scaling == "rows" else chosen),
     )
 
 

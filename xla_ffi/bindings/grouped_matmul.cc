@@ -41,6 +41,7 @@ ffi::Error grouped_matmul(ffi::ThreadPool pool, ffi::AnyBuffer a_data, ffi::AnyB
   const auto bound_a = bind_operand(a_data, a_scale, a_attributes, false, std::nullopt, count);
   const auto bound_b = bind_operand(b_data, b_scale, b_attributes);
   JLP_REQUIRE(bound_a.has_value() && bound_b.has_value() && !bound_a->format.tiles);
+  JLP_REQUIRE(bound_a->format.scaling != Scaling::kRows);
   const Matrices &a = bound_a->matrices, &b = bound_b->matrices, y(*result);
   JLP_REQUIRE(groups.batch() == a.batch && y.batch == a.batch && b.batch == count);
   JLP_REQUIRE(y.rows == a.rows && y.columns == b.rows);
@@ -84,6 +85,7 @@ ffi::Error grouped_wgrad(ffi::ThreadPool pool, ffi::AnyBuffer a_data, ffi::AnyBu
   const auto a_format = decode_format(a_attributes), b_format = decode_format(b_attributes);
   JLP_REQUIRE(type.has_value() && a_format.has_value() && b_format.has_value() && Groups::fits(sizes));
   JLP_REQUIRE(!a_format->tiles && !b_format->tiles && a_format->block == b_format->block && rows >= 0);
+  JLP_REQUIRE(a_format->scaling != Scaling::kRows);
   const Matrices a(a_data), b(b_data), y(*result);
   const Groups groups(sizes, rows);
   const int64_t count = static_cast<int64_t>(groups.all().size()), block = a_format->block;

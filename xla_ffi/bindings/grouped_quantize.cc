@@ -130,7 +130,8 @@ ffi::Error grouped_quantize(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuff
                             bool rotate_columns, bool stochastic, bool encode_scale_given, bool eden, int32_t sign_mask) {
   const auto type = element_type(x.element_type());
   const auto format = decode_format(format_attributes);
-  JLP_REQUIRE(type.has_value() && format.has_value() && format->code != CodeType::kInt4);
+  JLP_REQUIRE(type.has_value() && format.has_value() && format->code != CodeType::kInt4 &&
+              format->scaling != Scaling::kRows);
   JLP_REQUIRE(!format->tiles && Groups::fits(sizes));
   const bool has_tensor = format->scaling == Scaling::kTwoLevel || format->scaling == Scaling::kTensor;
   const size_t directions = rowwise + columnwise, tensors = has_tensor ? directions : 0;

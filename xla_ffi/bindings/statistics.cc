@@ -165,7 +165,8 @@ ffi::Error sums(Engine engine, ffi::AnyBuffer x, ffi::Buffer<ffi::F32> unit, ffi
                 ffi::RemainingArgs args, ffi::RemainingRets results, ffi::Dictionary format_attributes, bool columnwise) {
   const auto type = element_type(x.element_type());
   const auto format = decode_format(format_attributes);
-  JLP_REQUIRE(type.has_value() && format.has_value() && format->code != CodeType::kInt4);
+  JLP_REQUIRE(type.has_value() && format.has_value() && format->code != CodeType::kInt4 &&
+              format->scaling != Scaling::kRows);
   const bool two_level = format->scaling == Scaling::kTwoLevel;
   JLP_REQUIRE(args.size() == static_cast<size_t>(two_level));
   const Matrices m(x);

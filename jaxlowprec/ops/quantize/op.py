@@ -209,7 +209,7 @@ def quantize_op(spec: QuantizeSpec, implementation: Implementation) -> wiring.Op
         on_one_device={"tpu": bodies[2]},
         fenced=True,
         when_split=when_split if spec.by_lines else None,
-        **(cpu_only(chosen, "scales of lines") if spec.by_lines else chosen),
+        **(cpu_only(chosen, "scales of rows") if spec.by_lines else chosen),
     )
 
 

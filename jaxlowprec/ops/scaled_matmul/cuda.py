@@ -101,8 +101,6 @@ def _as_mxfp8(scale: jax.Array, fmt: Format, rows: int, depth: int) -> tuple[jax
 
 def why_not(spec: MatmulSpec, a_data: jax.Array, b_data: jax.Array) -> str:
     """Why the GPUs of this process have no GEMM for these operands; empty if they have one, or if there is no GPU."""
-    if spec.by_lines:
-        return "there is no CUDA kernel of scales of lines"
     if not all(isinstance(n, int) for n in (*a_data.shape, *b_data.shape)):
         return "shapes are symbolic, but the workspace depends on their sizes: export each size by itself"
     depth = a_data.shape[-1] * (1 + spec.a_format.packed)

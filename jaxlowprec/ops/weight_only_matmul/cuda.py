@@ -37,7 +37,7 @@ def _plan(spec: WeightOnlySpec, x: jax.Array, scale: jax.Array) -> tuple[str, in
 def why_not(spec: WeightOnlySpec, x: jax.Array, scale: jax.Array) -> str:
     """Why the kernel does not take these operands; empty if it does."""
     if spec.format.scaling == "rows":
-        return "there is no CUDA kernel of scales of lines"
+        return "scales of rows have no CUDA kernel yet"
     return _plan(spec, x, scale)[0]
 
 

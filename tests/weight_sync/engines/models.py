@@ -4,7 +4,8 @@ import jax
 import numpy as np
 from flax import nnx
 
-from jaxlowprec import checkpoints
+import jaxlowprec as jlp
+from jaxlowprec.arrays.row_formats import LEAST_SCALE_SERVED
 from jaxlowprec.checkpoints.decoders import load
 from tests.models.decoder import tiny
 
@@ -27,17 +28,22 @@ def folder(path, seed=0):
     return tiny.folder(path, "llama2", seed=seed, **SIZES)
 
 
-def decoder(path):
-    """Our decoder of a folder, which is decoded first where no format of ours holds it."""
-    if checkpoints.inspect(path).scheme in ("int8_channel", "fp8_channel"):
-        checkpoints.dequantize(path, decoded := path.with_name(f"{path.name}-decoded"))
-        path = decoded
-    return load(path)
+decoder = load
+
+QUANTISED_INPUTS = {
+    "int8_channel": jlp.WeightQAT(jlp.Int8Rows("bfloat16", "compressed-tensors"), activation_format=jlp.Int8Rows()),
+    "fp8_channel": jlp.WeightQAT(
+        jlp.Float8Rows(scale_dtype="bfloat16"), activation_format=jlp.Float8Rows(least_scale=LEAST_SCALE_SERVED)
+    ),
+}
+"""By name of the scheme: the recipes under which a decoder quantises each token, as vLLM does."""
 
 
-def log_probabilities(decoder, tokens):
-    """Of each token but the first, in float32 [tokens - 1, vocabulary]."""
-    logits = nnx.jit(lambda decoder, tokens: decoder(tokens))(decoder, np.array([tokens], np.int32))[0]
+def log_probabilities(decoder, tokens, scheme=None):
+    """Of each token but the first, in float32 [tokens - 1, vocabulary]. `scheme`: of the decoder's weights."""
+    recipe = QUANTISED_INPUTS.get(scheme)
+    with jlp.autocast(recipe, enabled=recipe is not None):
+        logits = nnx.jit(lambda decoder, tokens: decoder(tokens))(decoder, np.array([tokens], np.int32))[0]
     return np.asarray(jax.nn.log_softmax(logits))[:-1]
 
 

@@ -1,7 +1,7 @@
 """vLLM on a CPU computes from our exports what our decoder computes.
 
-vLLM rounds activations to bfloat16; under int8_channel and fp8_channel it also quantises them, by row. Our decoder
-computes in float32 with the same weights.
+vLLM rounds activations to bfloat16; under int8_channel and fp8_channel it also quantises them, each token by itself.
+Our decoder does that, too, under a recipe; otherwise it computes in float32.
 """
 
 import numpy as np
@@ -49,7 +49,7 @@ def test_vllm_computes_what_our_decoder_computes(scheme, folders, theirs):
     prompt, greedy = theirs[scheme]
     bound = BOUNDS[scheme]
     assert prompt.shape == (len(models.TOKENS) - 1, models.VOCABULARY) and greedy.shape == (GENERATED,)
-    ours = models.log_probabilities(models.decoder(folders[scheme]), models.TOKENS + greedy.tolist())
+    ours = models.log_probabilities(models.decoder(folders[scheme]), models.TOKENS + greedy.tolist(), scheme)
     of_prompt, of_greedy = np.split(ours, [len(prompt)])
     assert of_prompt.std() > 0.9
     np.testing.assert_allclose(prompt, of_prompt, atol=bound, rtol=0)

@@ -80,6 +80,7 @@ inline MatmulRoute matmul_route(const MatmulProblem& p, int capability, std::str
       return capability >= 100 && fast && !a.packed() && !b.packed() ? MatmulRoute::kMX : MatmulRoute::kDecoded;
     case Scaling::kTensor: return capability >= 89 && fast ? MatmulRoute::kTensor : MatmulRoute::kDecoded;
     case Scaling::kFloat16: problem = "Int4 is a format of weights"; return MatmulRoute::kNone;
+    case Scaling::kRows: problem = "scales of rows have no CUDA kernel yet"; return MatmulRoute::kNone;
     case Scaling::kFloat32: break;
   }
   if (capability == 90 && fast) return MatmulRoute::kBlock128;
