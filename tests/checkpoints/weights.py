@@ -35,6 +35,9 @@ SCHEMES = {
     "gptq": schemes.by_name("gptq"),
     "gptq asymmetric": schemes.by_name("gptq", group_size=64, symmetric=False, version=2, scale_dtype="bfloat16"),
     "awq": schemes.by_name("awq"),
+    "w4a8": schemes.by_name("w4a8", group_size=64),
+    "w4afp8": schemes.by_name("w4afp8", group_size=64),
+    "mxfp4_fp8": schemes.by_name("mxfp4_fp8"),
     "awq symmetric": schemes.by_name("awq", group_size=32, symmetric=True),
 }
 """Every scheme whose format is the same for all matrices, and its options."""
@@ -51,7 +54,7 @@ ROW_SCALES = {
     "int8_channel": schemes.by_name("int8_channel"),
     "int8_channel static": schemes.by_name("int8_channel", activations="static"),
 }
-"""Schemes with one scale per row, by which no format of the library quantises."""
+"""Schemes with one scale per row, of the weight's dtype."""
 
 
 def weight(shape, dtype="bfloat16", seed=0):

@@ -22,6 +22,7 @@ from jaxlowprec.checkpoints.schemes.int4 import PackedInt4, PackedInt4Asymmetric
 from jaxlowprec.checkpoints.schemes.mixed import ConfigGroup, Mixed, check_target
 from jaxlowprec.checkpoints.schemes.mx import GPTOSSMXFP4, MilesMXFP8, PackedMXFP4, QuantizedMXFP8
 from jaxlowprec.checkpoints.schemes.nvfp4 import ModelOptNVFP4, PackedNVFP4, PackedNVFP4W4A4
+from jaxlowprec.checkpoints.schemes.w4a8 import W4A8, MXFP4Float8, W4AFloat8
 
 _CLASSES: tuple[type[Scheme], ...] = (
     PackedInt4,
@@ -34,6 +35,9 @@ _CLASSES: tuple[type[Scheme], ...] = (
     Float8Channel,
     Float8PerTensor,
     Int8Channel,
+    W4A8,
+    W4AFloat8,
+    MXFP4Float8,
     DeepSeekFloat8,
     AutoFloat8,
     ModelOptNVFP4,
@@ -160,6 +164,9 @@ def _of_rows_or_tensor(codes: str, specs: Mapping[str, Any]) -> Scheme | None:
     activations = "static" if "input_scale" in specs else "dynamic"
     if shape == (*specs["weight"][1][:1], 1) and len(shape) == 2:
         return by_name("fp8_channel" if codes == "float8_e4m3fn" else "int8_channel", activations=activations)
+    (_, columns), groups = specs["weight"][1], shape[-1] if len(shape) == 2 else 0
+    if codes == "int8" and groups and columns % groups == 0 and dtype != "float32":
+        return by_name("w4a8", group_size=columns // groups, scale_dtype=dtype)
     if codes != "float8_e4m3fn" or shape not in ((), (1,)):
         return None
     # AutoFP8's files and ModelOpt's differ only in their configurations
@@ -282,6 +289,9 @@ def _group(entry: Mapping[str, Any], group: Mapping[str, Any]) -> Scheme:
         strategy = _need(weights, "strategy", "group", "channel")
         _need(weights, "actorder", None, False, True, "weight", "static", "group", "dynamic")
         name = "w4a16" if _flag(weights, "symmetric", True) else "w4a16_asym"
+        if (inputs := group.get("input_activations")) is not None:
+            _need_inputs(inputs, "float", "token")
+            name = "w4afp8" if name == "w4a16" else name
         if strategy == "channel":
             _need(weights, "group_size", None, -1)
             return by_name(name, group_size=-1)
@@ -289,10 +299,13 @@ def _group(entry: Mapping[str, Any], group: Mapping[str, Any]) -> Scheme:
         if size == -1:
             raise ValueError(f'{_WHO}: group_size is -1, but strategy is "group"; needs strategy "channel"')
         return by_name(name, group_size=size)
+    if format in ("int-quantized", "naive-quantized") and weights.get("num_bits") == 4:
+        return _four_bits(weights, group.get("input_activations"))
     if format in ("float-quantized", "int-quantized", "naive-quantized"):
         return _eight_bits(format, weights, group.get("input_activations"))
     nvfp4 = "nvfp4_w4a4" if _scaled_locally(group.get("input_activations")) else "nvfp4"
-    names = {"nvfp4-pack-quantized": nvfp4, "mxfp4-pack-quantized": "mxfp4", "mxfp8-quantized": "mxfp8"}
+    mxfp4 = "mxfp4_fp8" if _in_eight_bits(group.get("input_activations")) else "mxfp4"
+    names = {"nvfp4-pack-quantized": nvfp4, "mxfp4-pack-quantized": mxfp4, "mxfp8-quantized": "mxfp8"}
     if not isinstance(format, str) or format not in names:
         supported = ", ".join(["pack-quantized", "float-quantized", "int-quantized", *names])
         raise ValueError(f"{_WHO}: format is {brief(format)}; supported are {supported}")
@@ -302,6 +315,29 @@ def _group(entry: Mapping[str, Any], group: Mapping[str, Any]) -> Scheme:
 def _scaled_locally(inputs: Any) -> bool:
     """Whether activations have block scales at run time, relative to a stored scale."""
     return inputs is not None and _object(inputs, "input_activations").get("dynamic") == "local"
+
+
+def _in_eight_bits(inputs: Any) -> bool:
+    """Whether activations are quantised to 8 bits."""
+    return inputs is not None and _object(inputs, "input_activations").get("num_bits") == 8
+
+
+def _need_inputs(inputs: Any, type_: str, strategy: str) -> None:
+    """Raises ValueError unless activations are quantised so, to 8 bits at run time."""
+    inputs = _object(inputs, "input_activations")
+    for key, allowed in (("num_bits", 8), ("type", type_), ("strategy", strategy), ("dynamic", True)):
+        _need(inputs, key, allowed)
+
+
+def _four_bits(weights: Mapping[str, Any], inputs: Any) -> Scheme:
+    """The scheme of codes of 4 bits that are stored in 8."""
+    _need(weights, "type", "int")
+    if not _flag(weights, "symmetric", True):
+        raise ValueError(f"{_WHO}: symmetric is false for weights of 4 bits that are not packed; supported is true")
+    if inputs is not None:
+        _need_inputs(inputs, "int", "token")
+    channel = _need(weights, "strategy", "group", "channel") == "channel"
+    return by_name("w4a8", group_size=-1 if channel else _group_size(weights, None))
 
 
 def _implied_format(weights: Mapping[str, Any], has_inputs: bool) -> str:

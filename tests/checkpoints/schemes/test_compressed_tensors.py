@@ -31,6 +31,9 @@ FORMATS = (
     "fp8_channel",
     "fp8_tensor",
     "int8_channel",
+    "w4a8",
+    "w4afp8",
+    "mxfp4_fp8",
 )
 TORCH = {
     "bfloat16": (np.int16, torch.bfloat16),
@@ -318,6 +321,9 @@ class TestConfig:
             ("fp8_channel", "FP8_DYNAMIC"),
             ("fp8_tensor", "FP8"),
             ("int8_channel", "W8A8"),
+            ("w4a8", "W4A8"),
+            ("w4afp8", "W4AFP8"),
+            ("mxfp4_fp8", "MXFP4XFP8"),
         ],
     )
     def test_it_says_what_their_preset_says(self, name, preset):

@@ -24,6 +24,9 @@ CHANGED = (
     "fp8_channel",
     "fp8_tensor",
     "int8_channel",
+    "w4a8",
+    "w4afp8",
+    "mxfp4",
 )
 """Schemes that a changed configuration may name."""
 
@@ -157,7 +160,8 @@ class TestDetect:
             return
         found = schemes.detect({**tensors, "bias": np.zeros(128, np.float32)})
         assert found is not None
-        assert found.name == {"modelopt_fp8": "autofp8"}.get(scheme.name, scheme.name)  # their tensors are the same
+        same_tensors = {"modelopt_fp8": "autofp8", "w4afp8": "w4a16", "mxfp4_fp8": "mxfp4"}
+        assert found.name == same_tensors.get(scheme.name, scheme.name)
         if scheme.name in ("w4a16", "w4a16_asym") or getattr(scheme, "scale_dtype", None) == "float8_e8m0fnu":
             assert found == scheme.of_shape((128, 384))
 
