@@ -83,6 +83,7 @@ def cases() -> dict[str, Callable[[], Case]]:
     formats = {name: (fmt, fmt) for name, fmt in (("NVFP4", jlp.NVFP4()), ("MXFP8", jlp.MXFP8()))}
     formats |= {"Float8Block": blocks, "Float8Tensor": (jlp.Float8Tensor(),) * 2}
     rows = {name: f for name, (f, _) in formats.items()} | {"MXFP4": jlp.MXFP4()}
+    rows |= {"Int4": jlp.Int4(), "Int4 asymmetric": jlp.Int4(32, symmetric=False)}
     rows |= {"NVFP4 16x16": jlp.NVFP4(block=(16, 16)), "Float8Block 128x128": blocks[1]}
     rotated = {"hadamard_columnwise": True}
     recipes = {
@@ -97,7 +98,7 @@ def cases() -> dict[str, Callable[[], Case]]:
         **{f"scaled_matmul {name}": lambda f=f: product(f) for name, f in formats.items()},
         "quantize_both copy": lambda: (lambda x: x * 2, (array(4096, 4096),)),
         **{f"quantize {name}": lambda f=f: quantiser(f, jlp.quantize) for name, f in rows.items()},
-        **{f"quantize_both {name}": lambda f=f: quantiser(f) for name, f in rows.items()},
+        **{f"quantize_both {name}": lambda f=f: quantiser(f) for name, f in rows.items() if "Int4" not in name},
         "quantize_both NVFP4, RHT": lambda: quantiser(jlp.NVFP4(), **rotated),
         "quantize_both NVFP4, RHT, stochastic": lambda: quantiser(jlp.NVFP4(), **rotated, rounding="stochastic"),
         **{f"linear {name}": lambda r=r: step(r) for name, r in recipes.items()},

@@ -98,19 +98,26 @@ def quotient_by_integers(a: jax.Array | float, b: jax.Array | float) -> jax.Arra
 
 
 def rounded_quotient(a: jax.Array, b: jax.Array | float, dtype: jnp.dtype) -> jax.Array:
-    """`a / b` rounded to bfloat16 or float16, ties to even, as float32; b a positive number of at most 12 bits.
+    """`a / b` rounded to bfloat16 or float16, ties to even, as float32; b a positive number of at most 12 bits."""
+    b = jnp.asarray(b, jnp.float32)
+    near = half_bits(jnp.abs(a) * reciprocal_estimate(b), dtype)
+    return jnp.sign(a) * corrected_quotient(jnp.abs(a), b, near.astype(jnp.int32), dtype)
 
-    An estimate rounds wrongly where the quotient is next to the middle of two numbers. Such a middle times b is exact,
-    so a is compared with that product.
+
+def corrected_quotient(a: jax.Array, b: jax.Array | float, near: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """`rounded_quotient` of a magnitude, from the bits, int32, of an estimate that is rounded.
+
+    It is rounded wrongly where the quotient is next to the middle of two numbers. Such a middle times b is exact, so a
+    is compared with that product.
     """
-    a, sign, b = jnp.abs(a), jnp.sign(a), jnp.asarray(b, jnp.float32)
-    near = half_bits(a * reciprocal_estimate(b), dtype)
-    here, below, above = (from_half_bits(n, dtype) for n in (near, jnp.maximum(near, 1) - 1, near + 1))
-    odd = near % 2 == 1
+    here, below, above = (
+        from_half_bits(n.astype(jnp.uint32), dtype) for n in (near, jnp.maximum(near, 1) - 1, near + 1)
+    )
+    odd = near & 1 == 1
     under, over = (here * 0.5 + below * 0.5) * b, (here * 0.5 + above * 0.5) * b
     up, down = (a > over) | ((a == over) & odd), (a < under) | ((a == under) & odd)
-    finite = jnp.isfinite(here)
-    return sign * jnp.where(up & finite, above, jnp.where(down & finite, below, here))
+    finite = magnitude_bits(here) < INFINITY_BITS
+    return jnp.where(up & finite, above, jnp.where(down & finite, below, here))
 
 
 def root_by_integers(x: jax.Array) -> jax.Array:

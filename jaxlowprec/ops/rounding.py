@@ -45,6 +45,13 @@ def narrowed(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
     return x if dtype == jnp.float32 else from_half_bits(half_bits(x, jnp.dtype(dtype)), jnp.dtype(dtype))
 
 
+def narrowed_by_integers(x: jax.Array) -> jax.Array:
+    """`narrowed` to bfloat16 for compilers that may drop a cast and a cast back."""
+    bits = jax.lax.bitcast_convert_type(x, jnp.int32)
+    nearest = (bits + 0x7FFF + (jax.lax.shift_right_logical(bits, 16) & 1)) & ~0xFFFF
+    return jnp.where(jnp.isnan(x), jnp.nan, from_bits(nearest))
+
+
 @jax.custom_jvp
 def widened(x: jax.Array) -> jax.Array:
     """`x` as float32, through its bits: XLA may drop the rounding of what x is computed from, and a cast back. Its

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jaxlowprec.arrays.formats import BLOCK
 from jaxlowprec.arrays.hadamard import Hadamard
 from jaxlowprec.ops.hadamard import butterfly
-from jaxlowprec.ops.rounding import from_bits, magnitude_bits
+from jaxlowprec.ops.rounding import magnitude_bits, narrowed_by_integers
 
 SUBLANES, LANES = 8, 128  # of a vector
 UNIT = SUBLANES * BLOCK  # rows of a chunk of 16 vectors
@@ -119,19 +119,23 @@ def largest(each: list[jax.Array]) -> jax.Array:
     return each[0]
 
 
+def largest_of(numbers: jax.Array, axis: int, count: int) -> jax.Array:
+    """In every place of [8, 128] the largest of its group of so many places along an axis."""
+    from jax.experimental.pallas import tpu as pltpu
+
+    place, step = jax.lax.broadcasted_iota(jnp.int32, numbers.shape, axis), 1
+    while step < count:
+        before, after = pltpu.roll(numbers, step, axis), pltpu.roll(numbers, numbers.shape[axis] - step, axis)
+        numbers = jnp.maximum(numbers, jnp.where(place & step != 0, before, after))
+        step *= 2
+    return numbers
+
+
 def rotated(values: list[jax.Array], rotation: Hadamard, dtype: Any) -> list[jax.Array]:
     """16 vectors after a transform of size 16, rounded to `dtype`, as float32."""
     signed = [-value if negative else value for value, negative in zip(values, rotation.negative, strict=True)]
-    return [_rounded_to(value * jnp.float32(0.25), dtype) for value in butterfly(signed)]
-
-
-def _rounded_to(x: jax.Array, dtype: Any) -> jax.Array:
-    """By the bits: a compiler may drop a cast and a cast back."""
-    if dtype == jnp.float32:
-        return x
-    bits = jax.lax.bitcast_convert_type(x, jnp.int32)
-    nearest = (bits + 0x7FFF + (jax.lax.shift_right_logical(bits, 16) & 1)) & ~0xFFFF
-    return jnp.where(jnp.isnan(x), jnp.nan, from_bits(nearest))
+    found = [value * jnp.float32(0.25) for value in butterfly(signed)]
+    return found if dtype == jnp.float32 else [narrowed_by_integers(value) for value in found]
 
 
 def largest_bits(x: jax.Array, rotations: list[Hadamard | None], interpret: bool = False) -> list[jax.Array]:

@@ -71,6 +71,11 @@ class TestQuantisers:
     def test_one_kernel_on_one_chip(self, name):
         assert self.kernels(lambda x: jlp.quantize_both(x, FORMATS[name]), X) == 1
 
+    @pytest.mark.parametrize("axis", [-1, -2])
+    @pytest.mark.parametrize("name", INT4S)
+    def test_one_kernel_of_int4(self, name, axis):
+        assert self.kernels(lambda x: jlp.quantize(x, INT4S[name], axis=axis), X) == 1
+
     def test_two_where_columns_are_rotated(self):
         """The amax of the rotated columns is needed first."""
         assert self.kernels(lambda x: jlp.quantize_both(x, jlp.NVFP4(), hadamard_columnwise=True), X) == 2

@@ -17,7 +17,7 @@ from jaxlowprec import wiring
 from jaxlowprec.arrays.formats import Int4
 from jaxlowprec.arrays.quantized_array import QuantizedArray
 from jaxlowprec.ops.checks import Implementation, Platforms, choose
-from jaxlowprec.ops.int4 import reference
+from jaxlowprec.ops.int4 import reference, tpu
 
 
 class _Axis(NamedTuple):
@@ -111,11 +111,17 @@ def quantize_op(fmt: Int4, columnwise: bool, ragged: bool, implementation: Imple
         zeros = [] if fmt.symmetric else [(scales, jnp.uint8)]
         return [((*batch, rows, -(-blocks * fmt.group_size // 2)), jnp.uint8), (scales, fmt.scale_dtype), *zeros]
 
+    run_reference = _across(lambda rows: reference.quantize(rows, fmt), columnwise)
+
+    def run_on_tpu(x: jax.Array) -> Sequence[jax.Array]:
+        return tpu.quantize(fmt, columnwise, x) if tpu.serves(fmt, x) else run_reference(x)
+
     return wiring.define(
         "jaxlowprec_int4_quantize",
         rule=_rule([x], results, axis),
         outputs=outputs,
-        reference=_across(lambda rows: reference.quantize(rows, fmt), columnwise),
+        reference=run_reference,
+        on_one_device={"tpu": run_on_tpu},
         native=lambda x: _call("jaxlowprec_int4_quantize", outputs(x), fmt, columnwise, x),
         fenced=True,
         **_implemented("quantize", fmt, implementation),

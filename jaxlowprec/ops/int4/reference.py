@@ -7,6 +7,7 @@ returns raw codes, zero points and the scale that a step decodes to in training.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -51,18 +52,40 @@ def nearest_steps(magnitude: jax.Array, scale: jax.Array, most: int) -> jax.Arra
 
 def deploy(blocks: jax.Array, fmt: Int4) -> Blocks:
     """The rule whose decoded weight is the served weight. Blocks with NaN or infinity get a NaN scale later."""
-    dtype = jnp.dtype(fmt.scale_dtype)
     if fmt.symmetric:
-        scale = jnp.abs(blocks).max(axis=-1) * jnp.float32(1 / 7)  # rounds to the same 16-bit scales as a division
-        zero = jnp.full(scale.shape, SYMMETRIC_ZERO, jnp.int32)
+        low = high = jnp.abs(blocks).max(axis=-1)
     else:
         low, high = jnp.minimum(blocks.min(axis=-1), 0), jnp.maximum(blocks.max(axis=-1), 0)
-        scale = rounded_quotient(high - low, LARGEST_CODE, dtype)
-    scale = narrowed(jnp.maximum(scale, jnp.float32(LEAST_SCALE)), dtype)
-    if not fmt.symmetric:
-        zero = nearest_steps(-low, scale, LARGEST_CODE)
-    steps = nearest_steps(jnp.abs(blocks), scale[..., None], 7 if fmt.symmetric else LARGEST_CODE)
-    return Blocks(jnp.where(blocks < 0, -steps, steps) + zero[..., None], zero, scale)
+    scale, zero = scale_and_zero(low, high, fmt)
+    return Blocks(signed_steps(blocks, scale[..., None], fmt) + zero[..., None], zero, scale)
+
+
+def scale_and_zero(
+    low: jax.Array,
+    high: jax.Array,
+    fmt: Int4,
+    divide: Callable[..., jax.Array] = rounded_quotient,
+    narrow: Callable[..., jax.Array] = narrowed,
+) -> tuple[jax.Array, jax.Array]:
+    """The scale of a block, float32, and its code of zero, int32: elementwise.
+
+    Arguments:
+        low, high: its least and its largest number, or zero; if symmetric, only `high`, its largest magnitude, counts.
+        divide, narrow: `rounded_quotient` and `narrowed`, or what gives the same.
+    """
+    dtype = jnp.dtype(fmt.scale_dtype)
+    # A product with 1/7 rounds to the same 16-bit scales as a division.
+    step = high * jnp.float32(1 / 7) if fmt.symmetric else divide(high - low, LARGEST_CODE, dtype)
+    scale = narrow(jnp.maximum(step, jnp.float32(LEAST_SCALE)), dtype)
+    if fmt.symmetric:
+        return scale, jnp.full(scale.shape, SYMMETRIC_ZERO, jnp.int32)
+    return scale, nearest_steps(-low, scale, LARGEST_CODE)
+
+
+def signed_steps(values: jax.Array, scale: jax.Array, fmt: Int4) -> jax.Array:
+    """Steps from zero, int32: elementwise."""
+    steps = nearest_steps(jnp.abs(values), scale, 7 if fmt.symmetric else LARGEST_CODE)
+    return jnp.where(values < 0, -steps, steps)
 
 
 # --- whole arrays
@@ -81,9 +104,15 @@ def quantize_blocks(x: jax.Array, fmt: Int4) -> Blocks:
     blocks = x.reshape(*x.shape[:-1], x.shape[-1] // size, size)
     rule = {"deploy": deploy, "slime": slime, "compressed-tensors": compressed_tensors}[fmt.rule]
     raw, zero, scale = rule(blocks, fmt)
-    bad = (magnitude_bits(blocks).max(axis=-1) >= INFINITY_BITS) | ~jnp.isfinite(scale)
-    zero = jnp.where(bad, SYMMETRIC_ZERO if fmt.symmetric else 0, zero)
-    return Blocks(jnp.where(bad[..., None], zero[..., None], raw), zero, jnp.where(bad, jnp.nan, scale))
+    bad, zero, scale = poisoned(magnitude_bits(blocks).max(axis=-1), zero, scale, fmt)
+    return Blocks(jnp.where(bad[..., None], zero[..., None], raw), zero, scale)
+
+
+def poisoned(bits: jax.Array, zero: jax.Array, scale: jax.Array, fmt: Int4) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Whether a block has NaN, infinity or too large a scale, its code of zero and its scale then, from the bits of its
+    largest magnitude: elementwise."""
+    bad = (bits >= INFINITY_BITS) | (magnitude_bits(scale) >= INFINITY_BITS)
+    return bad, jnp.where(bad, SYMMETRIC_ZERO if fmt.symmetric else 0, zero), jnp.where(bad, jnp.nan, scale)
 
 
 def _line_by_line(blocks: jax.Array) -> jax.Array:

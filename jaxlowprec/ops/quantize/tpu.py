@@ -29,6 +29,7 @@ from jaxlowprec.ops.tiles import (
     has_tiles,
     in_units,
     largest,
+    largest_of,
     rotated,
     sixteen_vectors,
     tile_of,
@@ -220,19 +221,7 @@ def _quantize_chunk(fmt: Format, dtype: Any, direction: _Direction, row: Any, co
 
 def _of_whole_blocks(bits: jax.Array, fmt: Format) -> jax.Array:
     """Amaxes [8, 128] of sixteens as those of whole blocks, in the place of each of their sixteens and lines."""
-    return _largest_of(_largest_of(bits, 0, fmt.length // BLOCK), 1, fmt.length if fmt.tiles else 1)
-
-
-def _largest_of(bits: jax.Array, axis: int, count: int) -> jax.Array:
-    """In every place the largest of its group of so many places along an axis."""
-    from jax.experimental.pallas import tpu as pltpu
-
-    place, step = jax.lax.broadcasted_iota(jnp.int32, bits.shape, axis), 1
-    while step < count:
-        before, after = pltpu.roll(bits, step, axis), pltpu.roll(bits, bits.shape[axis] - step, axis)
-        bits = jnp.maximum(bits, jnp.where(place & step != 0, before, after))
-        step *= 2
-    return bits
+    return largest_of(largest_of(bits, 0, fmt.length // BLOCK), 1, fmt.length if fmt.tiles else 1)
 
 
 def _random_bytes(random: Any, blocks: Any, lanes: Any) -> list[jax.Array]:
