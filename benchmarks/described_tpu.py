@@ -5,9 +5,8 @@
 Needs the extra tpu-check. Nothing runs on a TPU: cycles are libtpu's own estimates, for ratios only. They leave copies
 out, and a loop whose turns XLA does not tell counts once. For Pallas kernels it has none: the instruction bundles that
 a call executes are added, without waiting for memory; equal kernels of a program are compiled, and counted, once.
-Compilation is measured in seconds of the processor, of all
-threads. Rows of other commits stay in the file, to compare with; an older one is measured in its own checkout, with
-this file and tests/tpu_without_tpu copied into it.
+Compilation is measured in seconds of the processor, of all threads. Rows of other commits stay in the file, to compare
+with; an older one is measured in its own checkout, with this file and tests/tpu_without_tpu copied into it.
 """
 
 from __future__ import annotations
