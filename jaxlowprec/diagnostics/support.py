@@ -165,11 +165,7 @@ def _portable(op: str, platform: str, formats: tuple[Format, ...]) -> str:
     """How an op runs where there are no kernels."""
     if op in _TARGETS:
         reference = "the reference in pure JAX, compiled by XLA"
-        if (
-            platform == "tpu"
-            and op == "quantize"
-            and not any(f.weight_only or f.chooses_scales or f.scaling == "rows" for f in formats)
-        ):
+        if platform == "tpu" and op == "quantize" and all(map(_has_kernel_for_tpus, formats)):
             return f"a Pallas kernel on one device and in shard_map, else {reference}"
         return reference
     if len(formats) == 1:
@@ -186,6 +182,13 @@ def _portable(op: str, platform: str, formats: tuple[Format, ...]) -> str:
     if op != "grouped_matmul":
         return product
     return product + (", by ragged_dot" if platform == "tpu" else ", a chunk of each group's rows at a time")
+
+
+def _has_kernel_for_tpus(fmt: Format) -> bool:
+    """Whether the kernels that quantise on TPUs serve a format."""
+    if fmt.weight_only:
+        return fmt.scale_dtype == "bfloat16" and fmt.length in (16, 32, 64, 128)
+    return not fmt.chooses_scales and fmt.scaling != "rows"
 
 
 def _on_cuda(op: str, formats: tuple[Format, ...], capability: float | None) -> Runs:
