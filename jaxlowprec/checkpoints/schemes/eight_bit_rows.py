@@ -101,6 +101,9 @@ class _Channels(Scheme):
         fmt = self._format(self._scale_dtype(weight.dtype).name)
         with on_the_cpu():
             made = self._write(quantize(jax.device_put(weight), fmt))
+        scale = made["weight_scale"]
+        if scale.dtype == np.float32:  # of a row of zeros: theirs, where the format has 1
+            made["weight_scale"] = np.where(weight.any(axis=1, keepdims=True), scale, np.finfo(np.float32).eps)
         made["weight"] = self._with_signs(made["weight"], weight)
         return made
 

@@ -325,8 +325,10 @@ def _in_eight_bits(inputs: Any) -> bool:
 def _need_inputs(inputs: Any, type_: str, strategy: str) -> None:
     """Raises ValueError unless activations are quantised so, to 8 bits at run time."""
     inputs = _object(inputs, "input_activations")
-    for key, allowed in (("num_bits", 8), ("type", type_), ("strategy", strategy), ("dynamic", True)):
-        _need(inputs, key, allowed)
+    needed = {"num_bits": 8, "type": type_, "strategy": strategy, "dynamic": True}
+    given = {key: inputs.get(key) for key in needed}
+    if given != needed:
+        raise ValueError(f"{_WHO}: input_activations are {brief(given)}; supported with these weights are {needed}")
 
 
 def _four_bits(weights: Mapping[str, Any], inputs: Any) -> Scheme:
