@@ -9,7 +9,7 @@ import jaxlowprec as jlp
 from jaxlowprec.diagnostics.verify import inputs, quantisers
 from tests import against_oracle
 from tests.helpers import as_bytes, often
-from tests.numpy_oracle import int4
+from tests.numpy_oracle import int4, rows
 
 PLAIN = [fmt for fmt in quantisers.FORMATS if not (fmt.row_scaled or fmt.weight_only)]
 DRAWN = [fmt for fmt in PLAIN if not fmt.chooses_scales]
@@ -25,6 +25,7 @@ def assert_expected(item, name, fmt, found):
     """Codes, scales and amaxes (zero points) have the digests of the item."""
     digests = quantisers.expected()[item]
     codes, scales, last = found
+    scales = np.asarray(scales).astype(fmt.scale_dtype) if fmt.scaling == "rows" else scales
     arrays = {"codes": unpacked(fmt, codes), "scales": scales}
     if last is not None:
         arrays["zero points" if fmt.has_zero_point else "amaxes"] = last
@@ -72,6 +73,13 @@ def test_int4_is_the_oracles(fmt):
     one = functools.partial(int4.quantize, group=fmt.group_size, symmetric=fmt.symmetric, dtype=fmt.scale_dtype)
     found = [np.stack(part) for part in zip(*map(one, matrices), strict=True)]
     assert_expected(item, "bfloat16 rowwise", fmt, (*found[:2], None if fmt.symmetric else found[2]))
+
+
+def test_products_of_integers_are_the_oracles():
+    x, w = inputs.bfloat16_numbers()[1], inputs.bfloat16_numbers()[0]
+    formats = jlp.Int8Rows(), jlp.Int8Rows(scale_dtype="bfloat16")
+    y = rows.multiply(*(rows.quantize(v, fmt) for v, fmt in zip((x, w), formats, strict=True)))
+    assert quantisers.digest(y) == quantisers.expected()["scaled_matmul Int8Rows x Int8Rows"]["float32"]
 
 
 def test_inputs_hold_what_they_say():

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxlowprec.arrays.formats import ELEMENTS, MXFP4, MXFP8, NVFP4, Float8Block, Float8Tensor, Format, Int4
+from jaxlowprec.arrays.row_formats import Float8Rows, Int8Rows
 from jaxlowprec.diagnostics.verify import inputs
 from jaxlowprec.diagnostics.verify.quantisers import name_of
 from jaxlowprec.ops.checks import Implementation, default_implementation
@@ -40,6 +41,9 @@ PAIRS: tuple[tuple[Format, Format], ...] = (
     (_ANY, Float8Block(block=(128, 128), power_of_two=False)),
     (Float8Tensor(), Float8Tensor()),
     (Float8Tensor("e5m2"), Float8Tensor()),
+    (Float8Rows(), Float8Rows(scale_dtype="bfloat16")),
+    (Int8Rows(), Int4()),
+    (Int8Rows(), MXFP4()),
 )
 WEIGHTS: tuple[tuple[str, Format], ...] = (
     *(("bfloat16", fmt) for fmt in (NVFP4(), MXFP8(), MXFP4(), Float8Block(), _ANY, Float8Tensor())),
@@ -82,9 +86,9 @@ class Product(NamedTuple):
     bound: np.ndarray
 
 
-def decoded(q: Any) -> np.ndarray:
+def decoded(q: Any, served: bool = True) -> np.ndarray:
     """The numbers of a quantised matrix, in lines along its quantised axis, rotated as it is; in float64, where no step
-    rounds."""
+    rounds. `served`: those of Int4 are rounded to the scale's dtype."""
     fmt, data, scale = q.format, np.asarray(q.data), np.asarray(q.scale)
     if fmt.packed:
         codes = np.stack([data & 15, data >> 4], axis=-1).reshape(*data.shape[:-1], -1)
@@ -103,7 +107,7 @@ def decoded(q: Any) -> np.ndarray:
     if fmt.scaling == "rows":
         return values * scales
     scales = np.repeat(np.repeat(scales, fmt.block[0], -2)[..., :lines, :], fmt.length, -1)[..., :length]
-    if fmt.element == "int4":  # as it is served: rounded to the scale's dtype
+    if fmt.element == "int4" and served:
         return (values * scales).astype(np.float32).astype(fmt.scale_dtype).astype(np.float64)
     values = values * scales
     if q.amax is None:
@@ -154,7 +158,7 @@ def _pair(a_format: Format, b_format: Format, precision: Any, run_on: RunOn) -> 
     a, b = quantize(x, a_format, implementation=by), quantize(w, b_format, implementation=by)
     y = scaled_matmul(a, b, preferred_element_type=jnp.float32, precision=precision, implementation=by)
     error = sum_error(a_format, b_format, run_on, highest=precision is not None)
-    return _of(y, decoded(a), decoded(b), error)
+    return _of(y, decoded(a), decoded(b, served=a_format.element != "int8"), error)
 
 
 def _weight_only(dtype: str, fmt: Format, run_on: RunOn) -> Product:

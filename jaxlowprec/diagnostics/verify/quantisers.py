@@ -17,6 +17,7 @@ import numpy as np
 from jaxlowprec.arrays.formats import MXFP4, MXFP8, NVFP4, Float8Block, Float8Tensor, Format, Int4
 from jaxlowprec.arrays.hadamard import Hadamard
 from jaxlowprec.arrays.quantized_array import QuantizedArray
+from jaxlowprec.arrays.row_formats import LEAST_SCALE_SERVED, Float8Rows, Int8Rows
 from jaxlowprec.diagnostics.verify import inputs
 from jaxlowprec.ops.amax import amax
 from jaxlowprec.ops.checks import Implementation
@@ -25,6 +26,7 @@ from jaxlowprec.ops.fake_quantize import fake_quantize
 from jaxlowprec.ops.grouped_matmul.api import GroupedQuantizedArray, quantize_groups
 from jaxlowprec.ops.hadamard import hadamard_transform
 from jaxlowprec.ops.quantize.api import quantize, quantize_both
+from jaxlowprec.ops.scaled_matmul.api import scaled_matmul
 
 EXPECTED = pathlib.Path(__file__).with_name("expected.json")
 
@@ -64,6 +66,13 @@ FORMATS: tuple[Format, ...] = (
     Float8Tensor(),
     Float8Tensor("e5m2"),
     Float8Tensor(power_of_two=True),
+    Float8Rows(),
+    Float8Rows("e5m2"),
+    Float8Rows(scale_dtype="bfloat16"),
+    Float8Rows(least_scale=LEAST_SCALE_SERVED),
+    Int8Rows(),
+    Int8Rows(scale_dtype="bfloat16"),
+    Int8Rows(rule="compressed-tensors"),
     Int4(),
     Int4(32, symmetric=False),
     Int4(scale_dtype="float16"),
@@ -193,6 +202,16 @@ def _groups(fmt: Format, device: jax.Device, implementation: Implementation) -> 
     return _collected(rowwise=row, columnwise=column)
 
 
+def _integers(device: jax.Device, implementation: Implementation) -> Arrays:
+    """GEMMs of 8-bit integers, whose sums are exact."""
+    x, options = _numbers(device)[0], {"implementation": implementation}
+    a, b = quantize(x[1], Int8Rows(), **options), quantize(x[0], Int8Rows(scale_dtype="bfloat16"), **options)
+    return _collected(
+        float32=scaled_matmul(a, b, preferred_element_type=jnp.float32, **options),
+        bfloat16=scaled_matmul(a, b, bias=x[0, 0], preferred_element_type=jnp.bfloat16, **options),
+    )
+
+
 def items() -> Iterator[Item]:
     """All of them."""
     for fmt in FORMATS:
@@ -206,5 +225,6 @@ def items() -> Iterator[Item]:
         yield Item(f"quantize {name_of(fmt)} in the program that rounds to it", functools.partial(_in_a_program, fmt))
     for fmt in (NVFP4(), MXFP8(), Float8Block(), Float8Tensor()):
         yield Item(f"quantize {name_of(fmt)} of groups", functools.partial(_groups, fmt))
+    yield Item("scaled_matmul Int8Rows x Int8Rows", _integers)
     yield Item("hadamard_transform", _rotations)
     yield Item("amax", _amaxes)
