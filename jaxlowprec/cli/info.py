@@ -58,9 +58,7 @@ class _Operation(NamedTuple):
 
 
 _OPERATIONS = (
-    _Operation(
-        "quantize", "quantize", "NVFP4, MXFP8, MXFP4, Float8Block, Float8Tensor; both ways, rotated, stochastic"
-    ),
+    _Operation("quantize", "quantize", "all formats but Int4; both ways, rotated, stochastic"),
     _Operation("amax", "amax", "of a tensor, and of its rotation, in one pass"),
     _Operation("dequantize", "dequantize", "all formats, rotation undone"),
     _Operation("quantize, Int4", "quantize", "any group size, both ways, symmetric or not", (_INT4,)),
@@ -83,10 +81,16 @@ _OPERATIONS = (
         tuple((fmt, fmt) for fmt in (MXFP8(), Float8Block(), Float8Tensor())),
     ),
     _Operation(
-        "scaled_matmul, 8-bit by rows",
+        "scaled_matmul, INT8 by rows",
         "scaled_matmul",
-        "Float8Rows x Float8Rows, Int8Rows x Int8Rows",
-        tuple((fmt, fmt) for fmt in (Float8Rows(), Int8Rows())),
+        "Int8Rows x Int8Rows, Int4 or MXFP4",
+        ((Int8Rows(), Int8Rows()),),
+    ),
+    _Operation(
+        "scaled_matmul, FP8 by rows",
+        "scaled_matmul",
+        "Float8Rows x Float8Rows",
+        ((Float8Rows(), Float8Rows()),),
     ),
     _Operation(
         "scaled_matmul, weight-only",

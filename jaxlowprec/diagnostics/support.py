@@ -156,6 +156,8 @@ def runs(
     kernels = f"{native.isa()} kernels"
     if op in _TARGETS or weight_only:
         return Runs("native", kernels)
+    if formats[0].element == "int8":
+        return Runs("native", f"{kernels}, exact integer dot products")
     if formats[0].packed and formats[1].packed:
         return Runs("emulated", f"{kernels}, exact integer dot products instead of FP4 tensor cores")
     return Runs("emulated", f"{kernels}, codes decoded to float32 instead of FP8 tensor cores")

@@ -172,8 +172,8 @@ def disabled_checks() -> list[jax.export.DisabledSafetyCheck]:
     where the file is read. With these it writes those of jaxlowprec: read the file with the version that wrote it.
 
     Returns:
-        One `jax.export.DisabledSafetyCheck` for each kernel of this build, of CPUs and GPUs; none where there is no
-        compiled library: programs then contain no custom calls.
+        One `jax.export.DisabledSafetyCheck` for each kernel of this build, of CPUs and GPUs, and one for XLA's own
+        LayoutConstraint, by which products on TPUs say how operands lie.
 
     >>> import jax, jax.numpy as jnp, jaxlowprec as jlp
     >>> x, w = jnp.ones((16, 64)), jnp.ones((64, 32))
@@ -183,7 +183,7 @@ def disabled_checks() -> list[jax.export.DisabledSafetyCheck]:
     (16, 32)
     """
     module: Any = library().module
-    if module is None:
-        return []
-    names = {*module.cpu_handlers(), *getattr(module, "cuda_handlers", dict)()}
+    names = {"LayoutConstraint"}
+    if module is not None:
+        names |= {*module.cpu_handlers(), *getattr(module, "cuda_handlers", dict)()}
     return [jax.export.DisabledSafetyCheck.custom_call(name) for name in sorted(names)]

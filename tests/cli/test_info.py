@@ -14,10 +14,10 @@ from jaxlowprec.cli.main import main
 from jaxlowprec.wiring import native
 from tests.helpers import run_python
 
-EMULATED = {"scaled_matmul, 4-bit", "scaled_matmul, 8-bit"}
+EMULATED = {"scaled_matmul, 4-bit", "scaled_matmul, 8-bit", "scaled_matmul, FP8 by rows"}
 INT4 = {f"{operation}, Int4" for operation in ("quantize", "dequantize", "fake_quantize")}
 NATIVE = {"quantize", "amax", "dequantize", "hadamard_transform", "telemetry.statistics", "scaled_matmul, weight-only"}
-NATIVE |= {"activations", "norms"}
+NATIVE |= {"activations", "norms", "scaled_matmul, INT8 by rows"}
 OPERATIONS = NATIVE | INT4 | EMULATED
 
 

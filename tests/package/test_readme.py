@@ -112,16 +112,26 @@ def test_the_program_of_eden_of_the_documents_runs():
     assert 0 < jnp.linalg.norm(names["dw"] - exact) / jnp.linalg.norm(exact) < 0.2
 
 
+def test_the_programs_of_rows_of_the_documents_run():
+    names = {"jlp": jlp}
+    exec(programs("docs/how-to/recipes.md")[6], names)
+    assert (names["y"] == 64).all()
+    exec(programs("docs/how-to/recipes.md")[7], names)
+    x, w, w8a8 = names["x"], names["w"], names["w8a8"]
+    served = jlp.scaled_matmul(jlp.quantize(x, w8a8.activation_format), jlp.quantize(w, w8a8.weight_format, axis=-2).mT)
+    assert (names["y"] == served).all()
+
+
 def test_the_schedule_of_the_documents_compiles_once_a_phase():
     names = {}
-    exec(programs("docs/how-to/recipes.md")[6], names)
+    exec(programs("docs/how-to/recipes.md")[8], names)
     assert names["step"]._cache_size() == 2
     assert names["schedule"].next_change(0) == 8 and jax.numpy.isfinite(names["w"]).all()
 
 
 def test_the_oscillating_weight_of_the_documents_settles():
     names = {}
-    exec(programs("docs/how-to/recipes.md")[7], names)
+    exec(programs("docs/how-to/recipes.md")[9], names)
     assert names["at_the_end_of_the_window"] == 1.5
 
 

@@ -13,7 +13,7 @@ from jaxlowprec.ops.statistics.op import moments_op, outliers_op, ragged_of, sta
 from jaxlowprec.telemetry.measures import statistics
 from jaxlowprec.wiring import native
 from tests.cuda_without_gpu.claiming_cuda import claiming_cuda, custom_calls
-from tests.helpers import ONE_OF_EACH
+from tests.helpers import ON_GPUS
 
 OURS = {f"jaxlowprec_{name}" for name in ("moments", "outliers", "sums", "statistics")}
 PARTS = 1024  # of the matrices of a batch together, and one more for each: xla_ffi/cuda/statistics/parts.h
@@ -37,7 +37,7 @@ class TestEveryOp:
         assert (call.operands, call.results) == (["2x40x70xf16", "2xf32"], ["2x70xi32"])
 
     @pytest.mark.parametrize("axis", [-1, -2])
-    @pytest.mark.parametrize("fmt", ONE_OF_EACH, ids=str)
+    @pytest.mark.parametrize("fmt", ON_GPUS, ids=str)
     def test_sums_of_every_format(self, fmt, axis):
         x = jnp.ones((48, 80), jnp.bfloat16)
         q = jax.eval_shape(lambda: jlp.quantize(x, fmt, axis=axis))
@@ -49,6 +49,10 @@ class TestEveryOp:
         assert call.results == [f"{reference.LENGTH}xf32", f"{(PARTS + 1) * 8 * reference.LENGTH}xui8"]
         assert f"columnwise = {str(axis == -2).lower()}" in call.attributes
         assert f'scaling = "{fmt.scaling}"' in call.attributes
+
+    def test_sums_of_rows_have_no_kernel(self):
+        with pytest.raises(NotImplementedError, match="scales of rows are counted in pure JAX: there is no kernel"):
+            sums_op(jlp.Int8Rows(), False, (True, False), "ffi")
 
     def test_vectors(self):
         sums, known, channels = jnp.ones((2, reference.LENGTH)), jnp.ones(2), jnp.ones((2, 2 * finish.CHANNELS))

@@ -204,7 +204,8 @@ def _groups(fmt: Format, device: jax.Device, implementation: Implementation) -> 
 
 def _integers(device: jax.Device, implementation: Implementation) -> Arrays:
     """GEMMs of 8-bit integers, whose sums are exact."""
-    x, options = _numbers(device)[0], {"implementation": implementation}
+    x, _ = _numbers(device)
+    options: Any = {"implementation": implementation}
     a, b = quantize(x[1], Int8Rows(), **options), quantize(x[0], Int8Rows(scale_dtype="bfloat16"), **options)
     return _collected(
         float32=scaled_matmul(a, b, preferred_element_type=jnp.float32, **options),
