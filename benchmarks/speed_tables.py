@@ -40,6 +40,11 @@ def weight_only() -> str:
     return speed("weight_only_matmul", "")
 
 
+def rows() -> str:
+    """Scales of rows: INT8, FP8, and 4-bit weights by INT8."""
+    return speed("rows", "")
+
+
 def grouped() -> str:
     """Groups of rows, each group by its own weight."""
     return speed("grouped_matmul", "")

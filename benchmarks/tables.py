@@ -34,7 +34,7 @@ TABLES = {
             speed_tables.speed_summary,
             speed_tables.train_step,
         ),
-        *(speed_tables.generation, speed_tables.telemetry, speed_tables.scaling, speed_tables.gpu),
+        *(speed_tables.rows, speed_tables.generation, speed_tables.telemetry, speed_tables.scaling, speed_tables.gpu),
         *(
             study_tables.study,
             study_tables.frontier_study,

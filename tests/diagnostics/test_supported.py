@@ -213,8 +213,9 @@ class TestPortable:
 
     def test_quantisers_of_tpus(self):
         kernel = "a Pallas kernel on one device and in shard_map, else the reference"
-        assert support.runs("quantize", "tpu", (jlp.MXFP8(),)).why.startswith(kernel)
-        for fmt in (jlp.Int4(), jlp.NVFP4(scale_rule="four_over_six")):
+        for fmt in (jlp.MXFP8(), jlp.Int4()):
+            assert support.runs("quantize", "tpu", (fmt,)).why.startswith(kernel)
+        for fmt in (jlp.Int4(scale_dtype="float16"), jlp.NVFP4(scale_rule="four_over_six"), jlp.Int8Rows()):
             assert support.runs("quantize", "tpu", (fmt,)).why.startswith("the reference in pure JAX")
         assert support.runs("quantize", "rocm", (jlp.MXFP8(),)).why.startswith("the reference in pure JAX")
 
