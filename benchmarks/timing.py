@@ -65,6 +65,7 @@ class Cases:
         ratio = {k: seconds["theirs"][k] / seconds["ours"][k] for k in ("median", "min")}
         self.found.append({"case": name, "against": against, "target": target, "ratio": ratio, **seconds})
         mine, other = (1e3 * seconds[side]["median"] for side in ("ours", "theirs"))
+        target = target or "none"
         print(
             f"{name:66} {against:46} {ratio['median']:6.2f}x (target {target})  {mine:8.3f} ms, {other:8.3f} ms",
             flush=True,

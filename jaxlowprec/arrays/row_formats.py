@@ -81,7 +81,7 @@ class Int8Rows(_Rows):
     """8-bit integers, one scale per line: a row, or a column if the array is quantised along axis -2.
 
     A number decodes to `code * scale`. A GEMM sums the products of codes exactly, in int32, so its bytes are the same
-    on every platform, and those of vLLM and SGLang.
+    on every platform, and vLLM's.
 
     Arguments:
         scale_dtype: of the stored scales: "float32" (activations), or "bfloat16" or "float16", as checkpoints hold the

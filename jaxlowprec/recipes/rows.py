@@ -70,7 +70,7 @@ class Int8RowScaling(Recipe):
     """INT8 with a float32 scale per row or column, in all three GEMMs; operands as in `Float8RowScaling`.
 
     Sums are exact, in int32, so that the products of a step have the same bits on every platform and mesh; fprop is, to
-    the bit, what the exported checkpoint computes in vLLM and SGLang (W8A8).
+    the bit, what vLLM computes from the exported checkpoint (W8A8).
 
     Arguments:
         disable_stochastic_rounding: gradients are rounded to nearest.
