@@ -149,6 +149,9 @@ TEST(quantize_nvfp4_stochastically_agrees_with_the_reference) { quantize_agrees_
 TEST(quantize_by_eden_agrees_with_the_reference) { quantize_agrees_with_the_reference(kEden, 12, 2, true); }
 TEST(quantize_to_nearest_agrees_with_the_reference) { quantize_agrees_with_the_reference(kOtherFormats, 5, 1, false); }
 TEST(quantize_stochastically_agrees_with_the_reference) { quantize_agrees_with_the_reference(kOtherFormats, 5, 1, true); }
+TEST(quantize_lines_agrees_with_the_reference) {
+  for (const bool stochastic : {false, true}) quantize_agrees_with_the_reference(kLineFormats, 5, 1, stochastic);
+}
 TEST(quantize_of_every_element_block_and_rule_agrees_with_the_reference) {
   for (const bool stochastic : {false, true}) quantize_agrees_with_the_reference(kFurtherFormats, 1, 0, stochastic);
 }

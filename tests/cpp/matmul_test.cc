@@ -19,13 +19,6 @@ constexpr Format format(CodeType code, Scaling scaling, bool tiles) {
   return {code, scaling, block, tiles, ScaleRule::kUp, false, 0};
 }
 
-constexpr Format rows_format(CodeType code, ElementType scale_type) {
-  Format f = format(code, Scaling::kRows, false);
-  f.scale_type = scale_type;
-  if (code == CodeType::kInt8) f.scale_rule = ScaleRule::kDeploy;
-  return f;
-}
-
 constexpr Format int4_format(int block, ElementType scale_type) {
   return {CodeType::kInt4, Scaling::kFloat16, block, false, ScaleRule::kUp, false, 0, scale_type};
 }
@@ -39,9 +32,9 @@ std::vector<Format> formats() {
     for (const CodeType code : {CodeType::kE4M3, CodeType::kE5M2}) all.push_back(format(code, Scaling::kFloat32, tiles));
   }
   for (const CodeType code : {CodeType::kE4M3, CodeType::kE5M2}) all.push_back(format(code, Scaling::kTensor, false));
-  all.push_back(rows_format(CodeType::kE4M3, ElementType::kF32));
-  all.push_back(rows_format(CodeType::kE5M2, ElementType::kBF16));
-  for (const ElementType type : kTypes) all.push_back(rows_format(CodeType::kInt8, type));
+  all.push_back(line_format(CodeType::kE4M3, ElementType::kF32));
+  all.push_back(line_format(CodeType::kE5M2, ElementType::kBF16));
+  for (const ElementType type : kTypes) all.push_back(line_format(CodeType::kInt8, type));
   all.push_back(int4_format(128, ElementType::kBF16)), all.push_back(int4_format(32, ElementType::kF16));
   return all;
 }
@@ -84,8 +77,8 @@ TEST(matmul_supports_the_pairs_of_the_rules_and_no_others) {
   CHECK(supported(nvfp4, nvfp4) && supported(mxfp4, mxfp4) && supported(mxfp4, mxfp8) && supported(wide, mxfp4));
   CHECK(supported(rows, rows) && supported(rows, tiles) && supported(tiles, rows) && supported(wide, mxfp8));
   CHECK(!supported(tiles, tiles) && !supported(wide, wide) && !supported(nvfp4, mxfp4) && !supported(mxfp8, rows));
-  const Format lines = rows_format(CodeType::kE4M3, ElementType::kF32),
-               int8 = rows_format(CodeType::kInt8, ElementType::kF32);
+  const Format lines = line_format(CodeType::kE4M3, ElementType::kF32),
+               int8 = line_format(CodeType::kInt8, ElementType::kF32);
   CHECK(supported(lines, lines) && supported(int8, int8) && !supported(lines, int8) && !supported(int8, lines));
   const Format int4 = int4_format(128, ElementType::kBF16);
   CHECK(supported(int8, int4) && supported(int8, mxfp4) && !supported(int4, int8) && !supported(mxfp4, int8));
@@ -474,7 +467,7 @@ TEST(matmul_keeps_the_sign_of_sums_that_underflow) {
 }
 
 TEST(matmul_of_int8_is_exact_at_the_ends_of_codes_and_depth) {
-  const Format f = rows_format(CodeType::kInt8, ElementType::kF32);
+  const Format f = line_format(CodeType::kInt8, ElementType::kF32);
   for (const auto& [a_code, b_code] : {std::pair(127, 127), {127, -128}, {-127, -128}, {-127, 127}, {-127, -127}})
     for (const int64_t depth : {int64_t{1}, int64_t{4099}, kReduced || kSanitized ? int64_t{1024} : kMostInt8Depth})
       for (const int64_t rows : {1, 2, 17}) {
@@ -499,7 +492,7 @@ TEST(matmul_of_int8_is_exact_at_the_ends_of_codes_and_depth) {
 TEST(matmul_of_int8_takes_rows_that_lie_apart) {  // as groups of a weight's gradient do
   std::mt19937 random(12);
   const Shape shape = {5, 37, 70};
-  const Format f = rows_format(CodeType::kInt8, ElementType::kBF16);
+  const Format f = line_format(CodeType::kInt8, ElementType::kBF16);
   const Product product({f, f}, shape, kNumbers[0], random);
   const int64_t stride = 2 * shape.depth, scale_stride = 6;
   const Buffer expected(shape.rows * shape.columns * 4), found(expected.size());

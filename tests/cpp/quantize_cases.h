@@ -60,6 +60,17 @@ constexpr NamedFormat kOtherFormats[] = {
     {"Float8Tensor E4M3 encode scale", float8_tensor(CodeType::kE4M3, false, 0), true},
     {"Float8Tensor E5M2 encode scale", float8_tensor(CodeType::kE5M2, false, 0), true},
 };
+constexpr NamedFormat kLineFormats[] = {
+    {"Float8Rows E4M3", line_format(CodeType::kE4M3)},
+    {"Float8Rows E4M3 bfloat16 scales", line_format(CodeType::kE4M3, ElementType::kBF16)},
+    {"Float8Rows E4M3 float16 scales, least scale", line_format(CodeType::kE4M3, ElementType::kF16, 1e-3f)},
+    {"Float8Rows E5M2 least scale", line_format(CodeType::kE5M2, ElementType::kF32, 4.4e-6f)},
+    {"Int8Rows", line_format(CodeType::kInt8)},
+    {"Int8Rows bfloat16 scales", line_format(CodeType::kInt8, ElementType::kBF16)},
+    {"Int8Rows float16 scales, compressed-tensors",
+     line_format(CodeType::kInt8, ElementType::kF16, 0, ScaleRule::kCompressedTensors)},
+    {"Int8Rows compressed-tensors", line_format(CodeType::kInt8, ElementType::kF32, 0, ScaleRule::kCompressedTensors)},
+};
 /// The elements, blocks and rules for scales that meet in none of the others: each rule is one whatever the element, so few
 /// numbers are enough.
 constexpr NamedFormat kFurtherFormats[] = {
@@ -120,6 +131,7 @@ struct Direction {
   Format format;
   int64_t batch, lines, length;
   bool own_rows, own_sixteens;  // whether each matrix has indices of its own
+  bool amaxes_given = true;     // of lines that have a scale each
   Buffer tensor, rows, sixteens, data, scale;
 
   Direction(bool wanted, const Format& format, int64_t batch, int64_t lines, int64_t length, uint32_t own)
@@ -130,7 +142,7 @@ struct Direction {
         length(length),
         own_rows(own % 2),
         own_sixteens(own / 2 % 2),
-        tensor(batch * 4),
+        tensor(batch * amaxes() * 4),
         rows((own_rows ? batch : 1) * lines * 4),
         sixteens((own_sixteens ? batch : 1) * ((length + 15) / 16) * 4),
         data(batch * lines * format.row_bytes(length)),
@@ -139,7 +151,12 @@ struct Direction {
     for (int64_t i = 0; i < sixteens.size() / 4; ++i) sixteens.as<uint32_t>()[i] = static_cast<uint32_t>(50 + 3 * i);
   }
 
-  bool has_tensor() const { return format.scaling == Scaling::kTwoLevel || format.scaling == Scaling::kTensor; }
+  bool has_tensor() const {
+    return format.scaling == Scaling::kTwoLevel || format.scaling == Scaling::kTensor ||
+           (format.scaling == Scaling::kRows && amaxes_given);
+  }
+  /// Of a matrix.
+  int64_t amaxes() const { return format.scaling == Scaling::kRows ? lines : 1; }
 
   void set_inputs(QuantizeDirection& direction, const uint32_t* key, uint32_t stream) const {
     if (has_tensor()) direction.tensor = tensor.as<float>();
@@ -156,6 +173,14 @@ struct Direction {
     for (int64_t b = 0; b < batch; ++b) {
       const reference::Lines x =
           reference::lines_of(p, b, columnwise, columnwise && p.rotate_columns, std::max(format.block, 16));
+      if (format.scaling == Scaling::kRows) {
+        for (int64_t line = 0; line < lines; ++line)
+          tensor.as<float>()[b * lines + line] = reference::amax_of_line(x, line) * numbers[b]->times;
+        if (wanted)
+          reference::quantize(p, x, direction, b, length, data.as() + b * (data.size() / batch),
+                              scale.as() + b * (scale.size() / batch));
+        continue;
+      }
       const float found = Lanes<float>::from_bits(reference::amax_bits(x));
       const float amax = numbers[b]->given >= 0 ? numbers[b]->given : found * numbers[b]->times;
       const bool other = format.scaling == Scaling::kTensor && columnwise && b == 1;
@@ -190,6 +215,7 @@ struct QuantizeCase {
                 {},     {},   mode.rotate, kDefaultSignMask} {
     problem.eden = format.eden;
     for (int64_t i = 0; i < 2 * kBatch; ++i) key.as<uint32_t>()[i] = static_cast<uint32_t>(random());
+    rowwise.amaxes_given = mode.columnwise || random() % 2;
     if (mode.rowwise) rowwise.set_inputs(problem.rowwise, stochastic ? key.as<uint32_t>() : nullptr, format.stream(false));
     if (mode.columnwise)
       columnwise.set_inputs(problem.columnwise, stochastic ? key.as<uint32_t>() : nullptr, format.stream(true));

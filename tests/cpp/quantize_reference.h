@@ -154,10 +154,66 @@ inline uint32_t corrected_scale(const float* x, const BlockScale& block, uint32_
   return low + (std::floor((t - from) / (to - from) * 0x1p20) + bits >= 0x1p20);
 }
 
+// --- lines that have a scale each (numerics.md 18), with divisions where the kernels have none
+
+/// Of the line whose amax has these bits: its scale, a number of the stored type, and the factor of elements or 0, where they
+/// are divided.
+struct LineScale {
+  float scale, factor;
+};
+
+inline LineScale line_scale(const Format& f, uint32_t amax) {
+  if (amax >= kInfinityBits) return {L::from_bits(kNaNBits), 0};
+  const bool integers = f.code == CodeType::kInt8, deploy = f.scale_rule == ScaleRule::kDeploy;
+  const float most = L::flush(L::from_bits(amax)), largest = integers ? (deploy ? 127.0f : 127.5f) : maximum(f.code);
+  float scale = most > 0 ? std::max(most / largest, 0x1p-126f) : 0.0f;
+  scale = std::max(scale, f.least_scale);
+  scale = number(rounded_bits(scale, f.scale_type), f.scale_type);
+  const bool in_float32 = f.scale_type == ElementType::kF32;
+  if (std::isinf(scale)) return {L::from_bits(kNaNBits), 0};
+  if (integers && deploy && in_float32) return {scale, most > 0 ? std::min(127.0f / most, 0x1p126f) : 1.0f};
+  if (scale == 0) scale = f.scale_type == ElementType::kBF16 ? 0x1p-7f : in_float32 ? 1.0f : 0x1p-10f;
+  return {scale, 0};
+}
+
+inline uint32_t line_code(const Format& f, float x, const LineScale& line, const uint32_t* byte) {
+  if (std::isnan(line.scale)) return 0;
+  const float from = L::flush(x), y = from == 0 ? 0.0f : line.factor > 0 ? from * line.factor : from / line.scale;
+  if (f.code != CodeType::kInt8) {
+    const float most = maximum(f.code), limited = std::clamp(y, -most, most);
+    return with_float8(f.code, [&](auto element) {
+      using Element = decltype(element);
+      return byte ? float8_encode_stochastic<Element>(limited, *byte) : float8_encode<Element>(limited);
+    });
+  }
+  const float least = f.scale_rule == ScaleRule::kCompressedTensors && !byte ? -128.0f : -127.0f;
+  const float limited = std::clamp(y, least, 127.0f), magnitude = std::fabs(limited);
+  float code = byte ? std::floor(magnitude) : std::nearbyint(magnitude);
+  if (byte && magnitude - code >= (255.5f - *byte) / 256) ++code;
+  return static_cast<uint8_t>(static_cast<int8_t>(std::signbit(limited) ? -code : code));
+}
+
+inline void quantize_lines(const QuantizeProblem& p, const Lines& lines, const QuantizeDirection& direction, int64_t batch,
+                           int64_t length, uint8_t* data, uint8_t* scale) {
+  const Format& f = p.format;
+  for (int64_t line = 0; line < lines.count; ++line, data += length) {
+    const float* x = lines.x.data() + line * lines.length;
+    uint32_t most = 0;
+    for (int64_t k = 0; k < length; ++k) most = std::max(most, magnitude(x[k]));
+    const LineScale found = line_scale(f, direction.tensor ? magnitude(direction.tensor[batch * lines.count + line]) : most);
+    put(scale, f.scale_type, line, found.scale);
+    for (int64_t k = 0; k < length; ++k) {
+      const uint32_t byte = direction.random.key ? random_byte(direction.random, batch, line, k) : 0;
+      data[k] = static_cast<uint8_t>(line_code(f, x[k], found, direction.random.key ? &byte : nullptr));
+    }
+  }
+}
+
 /// Codes and scales of one matrix in one direction.
 inline void quantize(const QuantizeProblem& p, const Lines& lines, const QuantizeDirection& direction, int64_t batch,
                      int64_t length, uint8_t* data, uint8_t* scale) {
   const Format& f = p.format;
+  if (f.scaling == Scaling::kRows) return quantize_lines(p, lines, direction, batch, length, data, scale);
   const bool tensor = f.scaling == Scaling::kTensor, packed = f.code == CodeType::kE2M1;
   const int64_t width = tensor ? lines.length : f.block, height = tensor ? lines.count : f.tiles ? f.block : 1;
   const int64_t coded = packed ? (length + 15) / 16 * 16 : length;  // a rotation fills its last 16 elements
@@ -205,7 +261,9 @@ inline void quantize(const QuantizeProblem& p, const Lines& lines, const Quantiz
 inline float decode(const DequantizeProblem& p, int64_t batch, int64_t row, int64_t column) {
   const Format& f = p.format;
   const bool tensor = f.scaling == Scaling::kTensor;
-  const int64_t scale_row = tensor ? 0 : f.tiles ? row / f.block : row, scale_column = tensor ? 0 : column / f.block;
+  const bool lines = f.scaling == Scaling::kRows, integers = f.code == CodeType::kInt8;
+  const int64_t scale_row = tensor ? 0 : f.tiles ? row / f.block : row;
+  const int64_t scale_column = tensor || lines ? 0 : column / f.block;
   const uint8_t* data = p.data + (batch * p.rows + row) * f.row_bytes(p.columns);
   uint32_t bits = 0;
   memcpy(
@@ -214,7 +272,9 @@ inline float decode(const DequantizeProblem& p, int64_t batch, int64_t row, int6
       f.scale_bytes());
   const float scale = f.scaling == Scaling::kTwoLevel ? float8_decode<E4M3, float>(bits)
                       : f.scaling == Scaling::kE8M0   ? e8m0_decode<float>(bits)
+                      : lines                         ? number(bits, f.scale_type)
                                                       : L::from_bits(bits);
+  if (integers) return multiply(static_cast<float>(static_cast<int8_t>(data[column])), scale);
   if (f.code != CodeType::kE2M1) return multiply(float8_number(f.code, data[column]), scale);
   const uint32_t code = (data[column / 2] >> (column % 2 * 4)) & 15u;
   if (f.scaling == Scaling::kTwoLevel) return nvfp4_decode<float>(code, scale, L::flush(p.amax[batch]));

@@ -79,6 +79,13 @@ Lines lines_of(const Problem& p, int64_t batch, bool columnwise, bool rotate, in
 }
 
 /// Magnitude bits of the largest element; NaN is the one quiet NaN (numerics.md 1).
+/// Of one of the lines: NaN and infinity are not lost.
+inline float amax_of_line(const Lines& lines, int64_t line) {
+  uint32_t most = 0;
+  for (int64_t k = 0; k < lines.length; ++k) most = std::max(most, magnitude(L::flush(lines.x[line * lines.length + k])));
+  return L::from_bits(most > kInfinityBits ? kNaNBits : most);
+}
+
 inline uint32_t amax_bits(const Lines& lines) {
   uint32_t most = 0;
   for (const float value : lines.x) most = std::max(most, magnitude(L::flush(value)));

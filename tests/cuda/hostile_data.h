@@ -52,11 +52,16 @@ constexpr Format kFormats[] = {nvfp4(false),
                                float8_block(CodeType::kE5M2, false),
                                float8_block(CodeType::kE4M3, true),
                                float8_tensor(CodeType::kE4M3),
-                               float8_tensor(CodeType::kE5M2)};
+                               float8_tensor(CodeType::kE5M2),
+                               line_format(CodeType::kE4M3),
+                               line_format(CodeType::kE5M2, ElementType::kBF16),
+                               line_format(CodeType::kInt8),
+                               line_format(CodeType::kInt8, ElementType::kF16)};
 
 inline std::string name(const Format& f) {
-  const char* scalings[] = {" two-level", " e8m0", " float32", " tensor"};
-  return std::string(with_float(f.code, [](auto element) { return decltype(element)::kName; })) +
+  const char* scalings[] = {" two-level", " e8m0", " float32", " tensor", " float16", " rows"};
+  const bool integers = f.code == CodeType::kInt8;
+  return (integers ? "int8" : std::string(with_float(f.code, [](auto element) { return decltype(element)::kName; }))) +
          scalings[static_cast<int>(f.scaling)] + (f.tiles ? " tiles" : "");
 }
 
@@ -68,7 +73,9 @@ struct AnyCodes {
   AnyCodes(const Format& f, int64_t batch, int64_t rows, int64_t columns, uint32_t seed)
       : data(any_bytes(batch * rows * f.row_bytes(columns), seed)) {
     const int64_t scales = batch * f.scales(rows, columns);
-    if (f.scale_bytes() == 1) {
+    if (f.scaling == Scaling::kRows) {
+      scale = any_elements(f.scale_type, scales, seed + 1, false);
+    } else if (f.scale_bytes() == 1) {
       scale = any_bytes(scales, seed + 1);
     } else {
       scale = any_elements(ElementType::kF32, scales, seed + 1, false);

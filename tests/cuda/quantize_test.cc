@@ -57,6 +57,8 @@ TEST(quantize_nvfp4_stochastically_agrees_with_the_reference) { quantize_agrees_
 TEST(quantize_by_eden_agrees_with_the_reference) { quantize_agrees_with_the_reference(kEden, 5, true); }
 TEST(quantize_to_nearest_agrees_with_the_reference) { quantize_agrees_with_the_reference(kOtherFormats, 1, false); }
 TEST(quantize_stochastically_agrees_with_the_reference) { quantize_agrees_with_the_reference(kOtherFormats, 1, true); }
+TEST(quantize_lines_to_nearest_agrees_with_the_reference) { quantize_agrees_with_the_reference(kLineFormats, 3, false); }
+TEST(quantize_lines_stochastically_agrees_with_the_reference) { quantize_agrees_with_the_reference(kLineFormats, 2, true); }
 
 /// Whole blocks and tiles of bfloat16 that are aligned have kernels of their own: with every kind of numbers.
 template <size_t N>
@@ -84,6 +86,21 @@ TEST(quantize_long_rows_agrees_with_the_reference) {
   const Numbers* const numbers[2] = {&kNumbers[0], &kNumbers[2]};
   for (const NamedFormat& format : {kNvfp4[0], kOtherFormats[0], kOtherFormats[11]})
     for (const Shape shape : {Shape{5, 2300}, {3, 4200}, {4, 8192}, {2, 9000}})
+      for (const bool stochastic : {false, true}) {
+        const check::Given given(name(shape) + " " + format.name + (stochastic ? " stochastic" : ""));
+        const int64_t size = shape.rows * shape.columns;
+        const Buffer x(2 * size * 2);
+        for (int64_t b = 0; b < 2; ++b) fill_elements(x.as(), ElementType::kBF16, b * size, size, numbers[b]->data, random);
+        check_quantize(x, 0, shape, ElementType::kBF16, format, kModes[0], stochastic, numbers, random);
+      }
+}
+
+/// Rows that one warp has, two, four or eight, and rows that these hold in part.
+TEST(quantize_lines_of_every_length_agrees_with_the_reference) {
+  std::mt19937 random(13);
+  const Numbers* const numbers[2] = {&kNumbers[0], &kNumbers[2]};
+  for (const NamedFormat& format : {kLineFormats[0], kLineFormats[4]})
+    for (const Shape shape : {Shape{11, 1024}, {5, 1040}, {3, 3000}, {3, 4096}, {2, 8192}, {3, 17000}})
       for (const bool stochastic : {false, true}) {
         const check::Given given(name(shape) + " " + format.name + (stochastic ? " stochastic" : ""));
         const int64_t size = shape.rows * shape.columns;

@@ -28,7 +28,8 @@ ffi::Error amax(Engine engine, ffi::AnyBuffer x, ffi::RemainingRets results, boo
 }
 
 /// x -> [amaxes of rows], [amaxes of columns]; either may be left out.
-ffi::Error line_amaxes(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::RemainingRets results, bool rows, bool columns) {
+template <class Engine>
+ffi::Error line_amaxes(Engine engine, ffi::AnyBuffer x, ffi::RemainingRets results, bool rows, bool columns) {
   const auto type = element_type(x.element_type());
   JLP_REQUIRE(type.has_value() && results.size() == static_cast<size_t>(rows + columns));
   const Matrices m(x);
@@ -40,10 +41,10 @@ ffi::Error line_amaxes(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::RemainingRet
     const int64_t count = m.batch * (of_rows ? m.rows : m.columns);
     JLP_REQUIRE(static_cast<int64_t>((*result)->element_count()) == count);
     uint32_t* bits = reinterpret_cast<uint32_t*>((*result)->typed_data());
-    clear(pool, bits, count);
+    clear(engine, bits, count);
     (of_rows ? p.of_rows : p.of_columns) = bits;
   }
-  return run_on(pool, "line_amaxes", p);
+  return run_on(engine, "line_amaxes", p);
 }
 
 /// `signs` holds 0 or 1 (negative) for each of the transform's elements, or zeros where they are drawn: an operand of four
@@ -80,7 +81,7 @@ ffi::Error dequantize(Engine engine, ffi::AnyBuffer data, ffi::AnyBuffer scale, 
   const auto type = element_type(result->element_type());
   auto format = decode_format(format_attributes);
   JLP_REQUIRE(type.has_value() && format.has_value() && format->code != CodeType::kInt4);
-  JLP_REQUIRE(take_scale_type(*format, scale) && (!kOnGpu<Engine> || format->scaling != Scaling::kRows));
+  JLP_REQUIRE(take_scale_type(*format, scale));
   const Matrices m(*result);
   const bool two_level = format->scaling == Scaling::kTwoLevel;
   JLP_REQUIRE(!rotate || two_level);
@@ -107,8 +108,7 @@ ffi::Error dequantize(Engine engine, ffi::AnyBuffer data, ffi::AnyBuffer scale, 
 JLP_DEFINE_HANDLERS(
     amax, .Arg<ffi::AnyBuffer>().RemainingRets().Attr<bool>("plain").Attr<bool>("rotated").Attr<int32_t>("sign_mask"));
 
-JLP_DEFINE_CPU_HANDLER(line_amaxes, line_amaxes,
-                       .Arg<ffi::AnyBuffer>().RemainingRets().Attr<bool>("rows").Attr<bool>("columns"));
+JLP_DEFINE_HANDLERS(line_amaxes, .Arg<ffi::AnyBuffer>().RemainingRets().Attr<bool>("rows").Attr<bool>("columns"));
 
 JLP_DEFINE_HANDLERS(hadamard, .Arg<ffi::AnyBuffer>()
                                   .RemainingArgs()

@@ -8,6 +8,7 @@
 // clang-format off
 #define JLP_HANDLERS(each)   \
   each(amax)                \
+  each(line_amaxes)         \
   each(quantize)            \
   each(row_scaled_quantize) \
   each(dequantize)          \
@@ -36,8 +37,7 @@
   each(grouped_wgrad)          \
   each(grouped_weight_only)    \
   each(weight_only_matmuls)    \
-  each(intact_state)           \
-  each(line_amaxes)
+  each(intact_state)
 // clang-format on
 
 namespace jaxlowprec {

@@ -16,7 +16,6 @@ ffi::Error quantize(Engine engine, ffi::AnyBuffer x, ffi::RemainingArgs args, ff
   const auto type = element_type(x.element_type());
   const auto format = decode_format(format_attributes, kOnGpu<Engine>);
   JLP_REQUIRE(type.has_value() && format.has_value());
-  JLP_REQUIRE(!kOnGpu<Engine> || format->scaling != Scaling::kRows);
   const Matrices m(x);
   QuantizeProblem p{};
   p.x = x.untyped_data(), p.type = *type, p.batch = m.batch, p.rows = m.rows, p.columns = m.columns;

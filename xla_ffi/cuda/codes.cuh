@@ -1,6 +1,7 @@
 // Codes in registers to numbers: eight at a time, all exact.
 #pragma once
 
+#include "../numerics/row_scales.h"
 #include "vectors.cuh"
 
 namespace jaxlowprec {
@@ -36,6 +37,13 @@ JLP_DEVICE void decode_float8_pair(uint32_t two, float* v) {
   }
 }
 
+/// Four 8-bit integers of a word: each in the low byte of 2^23, after a change from the range of -128 on to that of 0 on.
+JLP_DEVICE void decode_int8_word(uint32_t word, float* v) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i)
+    v[i] = Lanes<float>::from_bits(__byte_perm(word ^ 0x80808080u, 0x4B000000u, 0x7440u | i)) - 8388736.0f;  // 2^23 + 128
+}
+
 /// Eight codes, as they lie in memory.
 template <class Element>
 struct EightCodes {
@@ -46,6 +54,8 @@ struct EightCodes {
     if constexpr (Element::kPacked) {
       decode_e2m1_pair<0>(words[0], v), decode_e2m1_pair<1>(words[0], v);
       decode_e2m1_pair<2>(words[0], v), decode_e2m1_pair<3>(words[0], v);
+    } else if constexpr (std::is_same_v<Element, Int8>) {
+      decode_int8_word(words[0], v), decode_int8_word(words[1], v + 4);
     } else {
 #pragma unroll
       for (int i = 0; i < 8; i += 2) decode_float8_pair<Element>(words[i / 4] >> (i % 4 * 8), &v[i]);

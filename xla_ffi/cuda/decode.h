@@ -14,6 +14,7 @@ namespace cuda {
 ///   GEMM's alpha instead: blocks differ, and a product of two scales that float32 holds although one of its factors does
 ///   not is not the product of the decoded operands, which is what numerics.md 9 defines.
 /// * kTensor: the code alone, exact. The scale belongs to alpha.
+/// * kRows: the same. The scales are applied to sums.
 /// A poisoned block is NaN throughout. kFloat32 with other scales than powers of two has no exact bfloat16 and is refused.
 struct DecodeProblem {
   MatmulOperand operand;

@@ -83,6 +83,12 @@ static __global__ void __launch_bounds__(kDequantizeThreads, 4) decode_sixteens(
 
 namespace {
 
+/// Calls visit with the type of codes.
+template <class Visit>
+cudaError_t with_code(CodeType code, Visit visit) {
+  return code == CodeType::kInt8 ? visit(Int8{}) : with_float(code, visit);
+}
+
 template <class Element, Decoding kDecoding, ElementType kResult>
 cudaError_t launch_kernel(DequantizeArguments a, int64_t batch, cudaStream_t stream) {
   const int64_t pieces = divide_up(a.width, 16) * 2;  // of eight; a rotation has pairs of them
@@ -128,7 +134,7 @@ cudaError_t launch_for(CodeType code, Decoding decoding, const DequantizeArgumen
     case Decoding::kTwoLevel: return launch_kernel<E2M1, Decoding::kTwoLevel, kResult>(a, batch, stream);
     case Decoding::kTwoLevelRotated: return launch_kernel<E2M1, Decoding::kTwoLevelRotated, kResult>(a, batch, stream);
     default:
-      return with_float(code, [&](auto element) {
+      return with_code(code, [&](auto element) {
         return launch_kernel<decltype(element), Decoding::kProduct, kResult>(a, batch, stream);
       });
   }
@@ -156,7 +162,7 @@ cudaError_t launch(const DecodeProblem& p, cudaStream_t stream) {
   const MatmulOperand& operand = p.operand;
   if (!decode_supports(operand.format) || p.depth > operand.columns || p.width < p.depth) return cudaErrorInvalidValue;
   DequantizeArguments a = dequantize_arguments(operand.format, operand.data, operand.scale, p.rows, operand.columns);
-  if (operand.format.scaling == Scaling::kTensor) a.scale_kind = ScaleKind::kOne;
+  if (operand.format.scaling == Scaling::kTensor || operand.format.scaling == Scaling::kRows) a.scale_kind = ScaleKind::kOne;
   a.columns = p.depth, a.width = p.width, a.result = p.result;
   if (sixteens_serve(operand.format, p) && p.batch * p.rows * p.depth > 0)
     return with_float(operand.format.code,

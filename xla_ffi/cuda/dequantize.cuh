@@ -14,7 +14,7 @@
 namespace jaxlowprec {
 namespace cuda {
 
-enum class ScaleKind : int32_t { kE4M3, kE8M0, kFloat32, kOne };
+enum class ScaleKind : int32_t { kE4M3, kE8M0, kFloat32, kBF16, kF16, kOne };
 
 /// How the code and the scale make the number.
 enum class Decoding { kProduct, kTwoLevel, kTwoLevelRotated };
@@ -50,16 +50,18 @@ inline int log2_of(int64_t power) {
 inline DequantizeArguments dequantize_arguments(const Format& f, const uint8_t* data, const uint8_t* scale, int64_t rows,
                                                 int64_t code_columns) {
   constexpr int kAll = 62;  // log2 of more rows or columns than there are
-  const bool tensor = f.scaling == Scaling::kTensor;
+  const bool tensor = f.scaling == Scaling::kTensor, rows_have = f.scaling == Scaling::kRows;
   DequantizeArguments a{};
   a.data = data, a.scale = scale, a.rows = rows;
   a.row_bytes = f.row_bytes(code_columns);
   a.scale_rows = f.scale_rows(rows), a.scale_stride = f.scale_columns(code_columns);
   a.row_shift = tensor ? kAll : f.tiles ? log2_of(f.block) : 0;
-  a.column_shift = tensor ? kAll : log2_of(f.block);
-  a.scale_kind = f.scaling == Scaling::kTwoLevel ? ScaleKind::kE4M3
-                 : f.scaling == Scaling::kE8M0   ? ScaleKind::kE8M0
-                                                 : ScaleKind::kFloat32;
+  a.column_shift = tensor || rows_have ? kAll : log2_of(f.block);
+  a.scale_kind = f.scaling == Scaling::kTwoLevel                            ? ScaleKind::kE4M3
+                 : f.scaling == Scaling::kE8M0                              ? ScaleKind::kE8M0
+                 : rows_have && f.scale_type == ElementType::kBF16 ? ScaleKind::kBF16
+                 : rows_have && f.scale_type == ElementType::kF16  ? ScaleKind::kF16
+                                                                   : ScaleKind::kFloat32;
   return a;
 }
 
@@ -70,6 +72,7 @@ constexpr int kDequantizeSteps = 4;  // rows in flight a thread
 
 JLP_DEVICE uint32_t load_scale(ScaleKind kind, const uint8_t* scale, int64_t index) {
   if (kind == ScaleKind::kFloat32) return reinterpret_cast<const uint32_t*>(scale)[index];
+  if (kind == ScaleKind::kBF16 || kind == ScaleKind::kF16) return reinterpret_cast<const uint16_t*>(scale)[index];
   return kind == ScaleKind::kOne ? 0 : scale[index];
 }
 
@@ -78,6 +81,8 @@ JLP_DEVICE float decode_scale(ScaleKind kind, uint32_t stored) {
     case ScaleKind::kE4M3: return float8_decode<E4M3, float>(stored);
     case ScaleKind::kE8M0: return e8m0_decode<float>(stored);
     case ScaleKind::kFloat32: return Lanes<float>::from_bits(stored);
+    case ScaleKind::kBF16: return Lanes<float>::from_bits(stored << 16);
+    case ScaleKind::kF16: return f16_to_float(stored);
     default: return 1.0f;
   }
 }

@@ -53,7 +53,9 @@ JLP_RULE F line_quotient(F x, F divisor, F reciprocal) {
 }
 
 /// 8-bit integers, as a type of codes beside the floats'.
-struct Int8 {};
+struct Int8 {
+  static constexpr bool kPacked = false;
+};
 
 constexpr float kInt8Max = 127.0f;
 

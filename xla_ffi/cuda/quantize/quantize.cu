@@ -1,5 +1,6 @@
 #include "../launch.h"
 #include "quantize.h"
+#include "quantize_lines.h"
 
 namespace jaxlowprec {
 namespace cuda {
@@ -7,6 +8,8 @@ namespace cuda {
 cudaError_t launch(const QuantizeProblem& p, cudaStream_t stream) {
   if (p.batch == 0 || p.rows == 0 || p.columns == 0 || (!p.rowwise.data && !p.columnwise.data)) return cudaSuccess;
   if (!random_fits(p)) return cudaErrorInvalidValue;
+  if (p.format.scaling == Scaling::kRows)
+    return p.columnwise.data ? launch_line_tiles(p, stream) : launch_line_rows(p, stream);
   switch (scales_of(p.format, p.eden)) {
     case Scales::kTwoLevel: return quantize_codes<E2M1, Scales::kTwoLevel>(p, stream);
     case Scales::kTwoLevelWithRoom: return quantize_codes<E2M1, Scales::kTwoLevelWithRoom>(p, stream);

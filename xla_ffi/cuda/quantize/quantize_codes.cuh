@@ -131,20 +131,15 @@ JLP_DEVICE uint32_t encode_e2m1(const Sixteen<E>& sixteen, int half, float encod
   }
 }
 
-/// 8-bit codes of elements 4 * quarter to 4 * quarter + 3, saturating. An element that is not finite gives an arbitrary
-/// code.
-template <class Code, bool kStochastic, class E>
-JLP_DEVICE uint32_t encode_float8(const Sixteen<E>& sixteen, int quarter, float encode, const uint32_t (&random)[4]) {
-  float y[4];
-#pragma unroll
-  for (int i = 0; i < 4; ++i) y[i] = __fmaf_rn(value(sixteen, 4 * quarter + i), encode, 0.0f);
+/// Four 8-bit floats, saturating, by the bytes of `random` if kStochastic. What is not finite gives an arbitrary code.
+template <class Code, bool kStochastic>
+JLP_DEVICE uint32_t float8_codes(const float (&y)[4], uint32_t random) {
   if constexpr (kStochastic) {
     const StochasticAddend<Code> addend;
     uint32_t v[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i)
-      v[i] =
-          stochastic_top_byte<Code>(fminf(fabsf(y[i]), Code::kMax), addend, random[quarter], i) | (as_bits(y[i]) & kSignBit);
+      v[i] = stochastic_top_byte<Code>(fminf(fabsf(y[i]), Code::kMax), addend, random, i) | (as_bits(y[i]) & kSignBit);
     return top_bytes(v[0], v[1], v[2], v[3]);
   } else if constexpr (kHasFloat8Conversion<Code>) {
     return float8x2_hardware<Code>(y[0], y[1]) | float8x2_hardware<Code>(y[2], y[3]) << 16;
@@ -157,6 +152,15 @@ JLP_DEVICE uint32_t encode_float8(const Sixteen<E>& sixteen, int quarter, float 
     }
     return codes;
   }
+}
+
+/// 8-bit codes of elements 4 * quarter to 4 * quarter + 3.
+template <class Code, bool kStochastic, class E>
+JLP_DEVICE uint32_t encode_float8(const Sixteen<E>& sixteen, int quarter, float encode, const uint32_t (&random)[4]) {
+  float y[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) y[i] = __fmaf_rn(value(sixteen, 4 * quarter + i), encode, 0.0f);
+  return float8_codes<Code, kStochastic>(y, random[quarter]);
 }
 
 /// Codes of a sixteen. `below_7`: no scaled element is larger.

@@ -24,6 +24,28 @@ constexpr int kWarpSegments = 1 << kLogWarpSegments;
 static_assert(kWarpSegments * kRowWarps == kTileSegments, "a warp's share of a tile");
 constexpr int kSegmentsAhead = 2;  // loaded before the first is used
 
+/// Sixteens of a row, `step` columns from one to the next, zeros beyond its `columns`. whole: rows are sixteens that begin at
+/// multiples of 16 bytes; pieces: they begin at such.
+///
+/// Where they are whole, every load is issued before any is used: there is no branch between them.
+template <class E, int kHeld>
+JLP_DEVICE void load_held(const typename E::Storage* row, int64_t column, int64_t step, int64_t columns, bool whole,
+                          bool pieces, Sixteen<E> (&held)[kHeld]) {
+  if (whole) {
+#pragma unroll
+    for (int j = 0; j < kHeld; ++j) {
+      const auto* from = reinterpret_cast<const uint4*>(row + column + j * step);
+      const bool exists = column + j * step < columns;
+#pragma unroll
+      for (int i = 0; i < Sixteen<E>::kPieces; ++i) set_piece(held[j], i, exists ? __ldg(from + i) : uint4{0, 0, 0, 0});
+    }
+    return;
+  }
+#pragma unroll
+  for (int j = 0; j < kHeld; ++j)
+    held[j] = load_sixteen<E>(row + column + j * step, left(columns, column + j * step, 16), pieces);
+}
+
 template <bool kStochastic>
 struct RowsShared {
   EncodeTable table;

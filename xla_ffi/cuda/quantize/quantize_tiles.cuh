@@ -24,6 +24,61 @@ struct alignas(4 * kCodeWords<Code>) CodePiece {
   uint32_t words[kCodeWords<Code>];
 };
 
+/// Where the codes of 16 rows of a column lie among a tile's. Even columns come first, and pieces are permuted, so that neither
+/// the threads of neighbouring pairs nor those of neighbouring pieces meet in a bank.
+template <class Code>
+JLP_DEVICE int column_piece(int column, int rows_16) {
+  const int pair = column / 2, line = pair + column % 2 * kTilePairs;
+  const int turn = (kCodeWords<Code> == 2 ? pair / 2 : pair) % kTileSixteens;
+  return line * kTileSixteens + (rows_16 ^ turn);
+}
+
+/// Where a tile begins in the matrices.
+struct TileCorner {
+  uint32_t batch;
+  int64_t row, column;
+  int rows_left, columns_left;  // of the matrix, at most kTile
+
+  /// Of a whole tile.
+  JLP_DEVICE TileCorner of_whole(const TilePlace& at) {
+    return {at.batch, static_cast<int64_t>(at.down) * kTile, static_cast<int64_t>(at.across) * kTile, kTile, kTile};
+  }
+  /// Of a tile of matrices of so many rows and columns.
+  JLP_DEVICE TileCorner of(const TilePlace& at, int64_t rows, int64_t columns) {
+    const int64_t row = static_cast<int64_t>(at.down) * kTile, column = static_cast<int64_t>(at.across) * kTile;
+    return {at.batch, row, column, left(rows, row, kTile), left(columns, column, kTile)};
+  }
+};
+
+/// The codes of a tile's columns from shared memory to their lines, of which matrices have `columns`.
+template <class Code>
+JLP_DEVICE void store_column_codes(const TileCorner& at, int64_t columns, const DirectionArguments& direction,
+                                   const CodePiece<Code>* pieces) {
+  constexpr int kCodeBytes = 4 * kCodeWords<Code>;
+  const int down = threadIdx.x % kTileSixteens;
+  const int64_t offset = code_bytes<Code>(at.row + 16 * down);
+  const int bytes = left(direction.row_bytes, offset, kCodeBytes);
+  // A thread has every 32nd line of the pieces: two even columns, then the odd ones beside them.
+  constexpr int kLines = kTileThreads / kTileSixteens;
+  static_assert(kTilePairs == 2 * kLines && kLines % (2 * kTileSixteens) == 0, "a thread's pieces have one permutation");
+  const int first = 2 * (threadIdx.x / kTileSixteens);
+  uint8_t* const data = direction.data + (at.batch * columns + at.column + first) * direction.row_bytes + offset;
+  const CodePiece<Code>* const codes = pieces + column_piece<Code>(first, down);
+  if (direction.pieces && bytes == kCodeBytes && at.columns_left == kTile) {
+#pragma unroll
+    for (int i = 0; i < kTile / kLines; ++i)
+      store_codes(data + (i % 2 * 2 * kLines + i / 2) * direction.row_bytes, kCodeBytes, true,
+                  codes[i * kLines * kTileSixteens].words);
+  } else {
+#pragma unroll 1
+    for (int i = 0; i < kTile / kLines; ++i) {
+      const int further = i % 2 * 2 * kLines + i / 2;
+      if (first + further < at.columns_left)
+        store_codes(data + further * direction.row_bytes, bytes, direction.pieces, codes[i * kLines * kTileSixteens].words);
+    }
+  }
+}
+
 /// kTiles: of different matrices, which are quantised alike.
 template <class E, class Code, Scales kScales, bool kStochastic, int kTiles = 1>
 struct TilesShared {
@@ -36,26 +91,6 @@ struct TilesShared {
   EncodeTable tables[kIsTwoLevel<kScales> ? 2 : 1];
   RoundKeys<kStochastic> row_keys, column_keys;
   uint32_t column_amax[kIsTwoLevel<kScales> ? 1 : kPairThreads][kTile];
-
-  /// Where the codes of 16 rows of a column lie. Even columns come first, and pieces are permuted, so that neither the
-  /// threads of neighbouring pairs nor those of neighbouring pieces meet in a bank.
-  JLP_DEVICE int piece(int column, int rows_16) {
-    const int pair = column / 2, line = pair + column % 2 * kTilePairs;
-    const int turn = (kCodeWords<Code> == 2 ? pair / 2 : pair) % kTileSixteens;
-    return line * kTileSixteens + (rows_16 ^ turn);
-  }
-};
-
-/// Where a tile begins in the matrices.
-struct TileCorner {
-  uint32_t batch;
-  int64_t row, column;
-  int rows_left, columns_left;  // of the matrix, at most kTile
-
-  /// Of a whole tile.
-  JLP_DEVICE TileCorner of_whole(const TilePlace& at) {
-    return {at.batch, static_cast<int64_t>(at.down) * kTile, static_cast<int64_t>(at.across) * kTile, kTile, kTile};
-  }
 };
 
 /// One kernel's work on one tile.
@@ -226,7 +261,7 @@ struct TileQuantizer : TileCorner {
       random_bytes(shared.column_keys, a.columnwise.random, column + min(across, columns_left - 1),
                    row / 16 + min(down, (rows_left - 1) / 16), random);
     quantize_sixteen<Code, kScales, kRandomCodes>(a, sixteen, scale, amax, random,
-                                                  shared.codes[Shared::piece(across, down)].words);
+                                                  shared.codes[column_piece<Code>(across, down)].words);
   }
 
   /// Bytes gather in shared memory; a float32 has no neighbours in the tile.
@@ -242,30 +277,7 @@ struct TileQuantizer : TileCorner {
 
   /// The codes and scales that the columns left in shared memory: to their places.
   __device__ __forceinline__ void store_columns() const {
-    const DirectionArguments& direction = a.columnwise;
-    const int down = threadIdx.x % kTileSixteens;
-    const int64_t offset = code_bytes<Code>(row + 16 * down);
-    const int bytes = left(direction.row_bytes, offset, kCodeBytes);
-    // A thread has every 32nd line of shared.codes: two even columns, then the odd ones beside them.
-    constexpr int kLines = kTileThreads / kTileSixteens;
-    static_assert(kTilePairs == 2 * kLines && kLines % (2 * kTileSixteens) == 0, "a thread's pieces have one permutation");
-    const int first = 2 * (threadIdx.x / kTileSixteens);
-    uint8_t* const data = direction.data + (batch * a.columns + column + first) * direction.row_bytes + offset;
-    const CodePiece<Code>* const codes = shared.codes + Shared::piece(first, down);
-    if (direction.pieces && bytes == kCodeBytes && columns_left == kTile) {
-#pragma unroll
-      for (int i = 0; i < kTile / kLines; ++i)
-        store_codes(data + (i % 2 * 2 * kLines + i / 2) * direction.row_bytes, kCodeBytes, true,
-                    codes[i * kLines * kTileSixteens].words);
-    } else {
-#pragma unroll 1
-      for (int i = 0; i < kTile / kLines; ++i) {
-        const int further = i % 2 * 2 * kLines + i / 2;
-        if (first + further < columns_left)
-          store_codes(data + further * direction.row_bytes, bytes, direction.pieces,
-                      codes[i * kLines * kTileSixteens].words);
-      }
-    }
+    store_column_codes<Code>(*this, a.columns, a.columnwise, shared.codes);
     if (byte_scales<kScales>(a) && !a.squares) store_column_scales();
   }
 
@@ -304,10 +316,7 @@ JLP_DEVICE void quantize_each_tile(const Tiles& places, const QuantizeArguments*
   using Shared = TilesShared<E, Code, kScales, kStochastic, kTiles>;
   Shared& shared = block_shared<Shared>();
   const QuantizeArguments& a = *results;
-  const auto corner_of = [&](TilePlace at) {
-    const int64_t row = static_cast<int64_t>(at.down) * kTile, column = static_cast<int64_t>(at.across) * kTile;
-    return TileCorner{at.batch, row, column, left(a.rows, row, kTile), left(a.columns, column, kTile)};
-  };
+  const auto corner_of = [&](TilePlace at) { return TileCorner::of(at, a.rows, a.columns); };
   const auto load = [&](TilePlace at, int i) {
     if (at.batch >= places.count.batch) return;
     const auto* x = static_cast<const typename E::Storage*>(results[i].x) + at.batch * a.rows * a.columns;

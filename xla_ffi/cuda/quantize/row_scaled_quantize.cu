@@ -31,28 +31,6 @@ struct RowScaledShared {
   uint32_t of_warp[kRowThreads / 32];
 };
 
-/// The sixteens that a thread holds of the columns from `first` on, zeros beyond the row.
-///
-/// Where they are whole, every load is issued before any is used: there is no branch between them.
-template <class E, int kHeld>
-JLP_DEVICE void load_held(const RowScaledArguments& a, const typename E::Storage* row, int64_t first,
-                          Sixteen<E> (&held)[kHeld]) {
-  const int64_t column = first + 16 * threadIdx.x, step = 16 * blockDim.x;
-  if (a.whole) {
-#pragma unroll
-    for (int j = 0; j < kHeld; ++j) {
-      const auto* from = reinterpret_cast<const uint4*>(row + column + j * step);
-      const bool exists = column + j * step < a.columns;
-#pragma unroll
-      for (int i = 0; i < Sixteen<E>::kPieces; ++i) set_piece(held[j], i, exists ? __ldg(from + i) : uint4{0, 0, 0, 0});
-    }
-    return;
-  }
-#pragma unroll
-  for (int j = 0; j < kHeld; ++j)
-    held[j] = load_sixteen<E>(row + column + j * step, left(a.columns, column + j * step, 16), a.pieces);
-}
-
 /// The amax of what the threads of the block found, to all of them.
 JLP_DEVICE float amax_of_block(uint32_t found, uint32_t (&of_warp)[kRowThreads / 32]) {
   share_amaxes(found, of_warp);
@@ -68,12 +46,15 @@ __global__ void __launch_bounds__(kRowThreads, kRowBlocks<E, kScales, false>)
   RowScaledShared& shared = block_shared<RowScaledShared>();
   const int64_t line = blockIdx.x, at_once = kHeld * 16 * blockDim.x;
   const auto* row = static_cast<const typename E::Storage*>(a.x) + line * a.columns;
+  const auto load = [&](int64_t first, Sixteen<E>(&held)[kHeld]) {
+    load_held(row, first + 16 * threadIdx.x, 16 * blockDim.x, a.columns, a.whole, a.pieces, held);
+  };
   Sixteen<E> held[kHeld];
   uint32_t most = 0;
   int64_t first = -at_once;
   do {
     first += at_once;
-    load_held(a, row, first, held);
+    load(first, held);
 #pragma unroll
     for (const Sixteen<E>& sixteen : held) most = max(most, magnitude_bits<E>(sixteen.words));
   } while (first + at_once < a.columns);
@@ -84,7 +65,7 @@ __global__ void __launch_bounds__(kRowThreads, kRowBlocks<E, kScales, false>)
                                                            Matrix<kScales>::of_amax(amax, shared.rows.table)};
   __syncthreads();
 
-  for (;; first -= at_once, load_held(a, row, first, held)) {
+  for (;; first -= at_once, load(first, held)) {
     const RowCursor<E> start = quantizer.cursor(0, line, first + 16 * threadIdx.x);
 #pragma unroll
     for (int j = 0; j < kHeld; ++j) {
