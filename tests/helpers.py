@@ -65,7 +65,7 @@ ONE_OF_EACH = (  # every element, scaling and shape of block
     jlp.Float8Rows(),
     jlp.Int8Rows(),
 )
-ON_GPUS = tuple(fmt for fmt in ONE_OF_EACH if fmt.scaling != "rows")  # those with CUDA kernels
+COUNTED = tuple(fmt for fmt in ONE_OF_EACH if fmt.scaling != "rows")  # those whose statistics have kernels
 
 
 def format_name(fmt):

@@ -201,8 +201,6 @@ def _on_cuda(op: str, formats: tuple[Format, ...], capability: float | None) -> 
             f"the CUDA kernels need {_LEAST_CAPABILITY} or newer; use such a GPU, or set JAXLOWPREC_DISABLE_NATIVE=1 "
             "to run pure JAX",
         )
-    if op in ("quantize", "dequantize", "statistics") and any(f.scaling == "rows" for f in formats):
-        return Runs("portable", f"{_portable(op, 'cuda', formats)}, because scales of rows have no CUDA kernel yet")
     if op in _TARGETS:
         return Runs("native", "CUDA kernels")
     if len(formats) == 1:

@@ -15,7 +15,7 @@ from jaxlowprec import wiring
 from jaxlowprec.arrays.formats import SYMMETRIC_ZERO, Format
 from jaxlowprec.arrays.hadamard import Hadamard
 from jaxlowprec.arrays.quantized_array import QuantizedArray, as_matrices, check_quantized
-from jaxlowprec.ops.checks import Implementation, check_implementation, choose, cpu_only, float_dtype
+from jaxlowprec.ops.checks import Implementation, check_implementation, choose, float_dtype
 from jaxlowprec.ops.exact import e2m1_value
 from jaxlowprec.ops.hadamard import hadamard_transform, rotate_float32
 from jaxlowprec.ops.int4.op import dequantize_int4
@@ -130,14 +130,13 @@ def dequantize_op(
         call = jax.ffi.ffi_call("jaxlowprec_dequantize", jax.ShapeDtypeStruct(*outputs(data)[0]))
         return [call(data, *operands, format=fmt.attributes, rotate=hadamard is not None, sign_mask=mask)]
 
-    chosen = choose("dequantize", implementation)
     return wiring.define(
         "jaxlowprec_dequantize",
         rule=wiring.ShardingRule(text, whole=whole, **sizes),
         outputs=outputs,
         reference=run_reference,
         native=run_native,
-        **(cpu_only(chosen, "scales of rows") if fmt.scaling == "rows" else chosen),
+        **choose("dequantize", implementation),
     )
 
 

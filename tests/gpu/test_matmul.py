@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import jaxlowprec as jlp
-from tests.gpu.sides import run_on
+from tests.gpu.sides import assert_same_bytes_on, run_on
 from tests.helpers import FLOATS, as_bytes, format_name, quantized_from_bytes, random_array
 from tests.ops.matmul.test_scaled_matmul_formats import ONE_OF_EACH_KIND, PAIRS
 from tests.products import assert_is_product, decoded, rebase_errors, sum_error
@@ -34,6 +34,22 @@ def test_error(gpu, formats):
         for dtype in (jnp.bfloat16, jnp.float32):
             result = run_on(gpu, lambda a, b, d=dtype: multiply(a, b, preferred_element_type=d), a, b)
             assert_is_product(result, *exact_operands, sum_error(formats, (m, k, n)))
+
+
+@pytest.mark.parametrize("scale_dtype", ["float32", "bfloat16"])
+def test_products_of_integers_have_the_cpus_bytes(cpu, gpu, scale_dtype):
+    """Exact sums and two roundings: few rows or many, accumulated onto, with and without an epilogue of XLA's."""
+    for m, k, n in (*SIZES, (3, 131_072, 20)):
+        a = jlp.quantize(random_array((m, k), "bfloat16", 1), jlp.Int8Rows())
+        b = jlp.quantize(random_array((n, k), "bfloat16", 2), jlp.Int8Rows(scale_dtype))
+        bias, accumulate = random_array((n,), "float32", 3), random_array((m, n), "bfloat16", 4)
+        for given in ({}, {"accumulate": accumulate}, {"bias": bias}):
+            for dtype in FLOATS:
+
+                def product(a, b, given=given, dtype=dtype):
+                    return multiply(a, b, preferred_element_type=dtype, **given)
+
+                assert_same_bytes_on((cpu, gpu), product, a, b)
 
 
 @pytest.mark.parametrize("formats", NVFP4[:1] + ONE_OF_EACH_KIND, ids=pair_name)

@@ -10,7 +10,7 @@ import pytest
 
 import jaxlowprec as jlp
 from tests.gpu.sides import assert_same_bytes_on
-from tests.helpers import FLOATS, FORMATS, NVFP4S, ON_GPUS, format_name, often, quantized_from_bytes, random_array
+from tests.helpers import FLOATS, FORMATS, NVFP4S, ONE_OF_EACH, format_name, often, quantized_from_bytes, random_array
 
 KEY = np.array([3, 5], np.uint32)
 ROUNDINGS = ({}, {"rounding": "stochastic", "key": KEY})
@@ -27,7 +27,7 @@ def every_way(x, fmt, options, hadamard=False):
 
 @pytest.mark.parametrize(
     ("fmt", "dtype"),
-    [(fmt, "bfloat16") for fmt in FORMATS] + list(itertools.product(ON_GPUS, ("float16", "float32"))),
+    [(fmt, "bfloat16") for fmt in FORMATS] + list(itertools.product(ONE_OF_EACH, ("float16", "float32"))),
     ids=lambda value: value if isinstance(value, str) else format_name(value),
 )
 def test_every_format_rounding_and_direction(cpu, gpu, fmt, dtype):
@@ -55,7 +55,7 @@ def test_eden(cpu, gpu, rule, dtype):
         assert_same_bytes_on((cpu, gpu), lambda x, both=both: [quantize(x) for quantize in both], x)
 
 
-@pytest.mark.parametrize("fmt", ON_GPUS, ids=format_name)
+@pytest.mark.parametrize("fmt", ONE_OF_EACH, ids=format_name)
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_any_magnitude(cpu, gpu, fmt, dtype):
     for exponent in (-149, -126, -110, -24, 15, 100, 126):
@@ -63,14 +63,14 @@ def test_any_magnitude(cpu, gpu, fmt, dtype):
         assert_same_bytes_on((cpu, gpu), lambda x: every_way(x, fmt, {}), x)
 
 
-@pytest.mark.parametrize("fmt", ON_GPUS, ids=format_name)
+@pytest.mark.parametrize("fmt", ONE_OF_EACH, ids=format_name)
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_what_is_not_finite(cpu, gpu, fmt, bad):
     x = random_array((64, 256), "bfloat16").at[5, 7].set(bad)
     assert_same_bytes_on((cpu, gpu), lambda x: every_way(x, fmt, {}), x)
 
 
-@pytest.mark.parametrize("fmt", ON_GPUS, ids=format_name)
+@pytest.mark.parametrize("fmt", ONE_OF_EACH, ids=format_name)
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_every_bit_pattern_of_16_bits(cpu, gpu, fmt, dtype):
     bits = jnp.arange(1 << 16, dtype=jnp.uint16)
@@ -85,7 +85,7 @@ def test_every_bit_pattern_of_16_bits(cpu, gpu, fmt, dtype):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fmt", ON_GPUS, ids=format_name)
+@pytest.mark.parametrize("fmt", ONE_OF_EACH, ids=format_name)
 @pytest.mark.parametrize("shape", LARGE, ids=str)
 def test_large(cpu, gpu, fmt, shape):
     x = random_array(shape, "bfloat16", seed=1)
@@ -130,7 +130,7 @@ class TestHadamard:
 
 
 @pytest.mark.sanitize
-@pytest.mark.parametrize("fmt", ON_GPUS, ids=format_name)
+@pytest.mark.parametrize("fmt", ONE_OF_EACH, ids=format_name)
 def test_every_kernel_once(cpu, gpu, fmt):
     """Small, with edges that are not whole blocks: what compute-sanitizer has time for."""
     x = random_array((67, 150), "bfloat16")

@@ -11,7 +11,7 @@ import jaxlowprec as jlp
 from jaxlowprec.ops.statistics import finish, reference
 from jaxlowprec.ops.statistics.op import moments_op, outliers_op, ragged_of, statistics_op, sums_op
 from tests.gpu.sides import run_on
-from tests.helpers import FLOATS, FORMATS, ON_GPUS, format_name, random_array
+from tests.helpers import COUNTED, FLOATS, FORMATS, format_name, random_array
 
 SHAPES = ((1, 16), (17, 33), (130, 258), (2, 3, 20, 40), (512, 1024))
 COUNTS = [*range(6), reference.SUMS.index("runs"), *range(reference.SCALES_FROM, reference.LENGTH)]
@@ -60,7 +60,7 @@ def test_sums(cpu, gpu, fmt, axis):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fmt", ON_GPUS, ids=format_name)
+@pytest.mark.parametrize("fmt", COUNTED, ids=format_name)
 @pytest.mark.parametrize("axis", [-1, -2])
 def test_sums_of_a_large_array(cpu, gpu, fmt, axis):
     assert_same_sums((cpu, gpu), fmt, axis, random_array((8191, 8200), "bfloat16", seed=1))
@@ -82,7 +82,7 @@ def test_vectors(cpu, gpu):
 
 
 @pytest.mark.sanitize
-@pytest.mark.parametrize("fmt", ON_GPUS, ids=format_name)
+@pytest.mark.parametrize("fmt", COUNTED, ids=format_name)
 def test_every_kernel_once(cpu, gpu, fmt):
     """Small, with edges that are not whole blocks: what compute-sanitizer has time for."""
     x = spoilt((67, 150), "bfloat16")

@@ -20,7 +20,7 @@ from jaxlowprec.ops.weight_only_matmul import portable
 from jaxlowprec.ops.weight_only_matmul.op import WeightOnlySpec
 from tests.cuda_without_gpu.claiming_cuda import claiming_cuda, custom_calls
 from tests.eager import evaluated
-from tests.helpers import FLOATS, ON_GPUS, ONE_OF_EACH, assert_same_numbers, often, random_array
+from tests.helpers import FLOATS, ONE_OF_EACH, assert_same_numbers, often, random_array
 
 GEMM_WORKSPACE = (32 << 20) + 256  # cuBLASLt's own, and room to align it
 TILES = {"NVFP4": (16, 16), "MXFP8": (32, 32), "MXFP4": (32, 32), "Float8Block": (128, 128)}
@@ -60,7 +60,7 @@ def swizzled(m, k, n, block):
 
 
 class TestEveryOp:
-    @pytest.mark.parametrize("fmt", ON_GPUS, ids=str)
+    @pytest.mark.parametrize("fmt", ONE_OF_EACH, ids=str)
     def test_quantise_dequantise(self, fmt):
         """The same calls as on the CPU: operands, results and attributes."""
 
@@ -71,27 +71,13 @@ class TestEveryOp:
         x = jnp.ones((2, 48, 80), jnp.bfloat16)
         with claiming_cuda():
             calls = custom_calls(run, x)
-        amax = ["jaxlowprec_amax"] * fmt.has_tensor_scale
+        amax = ["jaxlowprec_amax"] * fmt.has_tensor_scale + ["jaxlowprec_line_amaxes"] * (fmt.scaling == "rows")
         assert [call.target for call in calls] == [*amax, "jaxlowprec_quantize", "jaxlowprec_dequantize"]
         quantise, dequantise = calls[-2:]
         assert quantise.operands[0] == "2x48x80xbf16" and dequantise.results == ["2x48x80xbf16"]
         assert len(quantise.results) == 4
         for attribute in (f'element = "{fmt.element}"', f'scaling = "{fmt.scaling}"', f"block = {fmt.length} : i32"):
             assert attribute in quantise.attributes and attribute in dequantise.attributes
-
-    @pytest.mark.parametrize("fmt", [fmt for fmt in ONE_OF_EACH if fmt not in ON_GPUS], ids=str)
-    def test_rows_have_no_kernels_yet(self, fmt):
-        """XLA runs them, and a kernel that is demanded is refused."""
-
-        def run(x, implementation=None):
-            q = jlp.quantize(x, fmt, implementation=implementation)
-            return q.dequantize(), jlp.scaled_matmul(q, q, implementation=implementation)
-
-        x = jnp.ones((32, 64), jnp.bfloat16)
-        with claiming_cuda(9.0):
-            assert custom_calls(run, x) == []
-            with pytest.raises(NotImplementedError, match="scales of rows have no CUDA kernel yet"):
-                custom_calls(functools.partial(run, implementation="ffi"), x)
 
     def test_hadamard(self):
         with claiming_cuda():
@@ -209,13 +195,33 @@ class TestOperands:
         assert call.operands == ["5x160xf8E4M3FN", "f32", "48x160xf8E5M2", "f32", "2xf32"]
         assert call.results[0] == "5x48xbf16"
 
-    @pytest.mark.parametrize("fmt", ON_GPUS, ids=str)
+    @pytest.mark.parametrize("fmt", ONE_OF_EACH, ids=str)
     def test_every_format_lowers(self, fmt):
         other = type(fmt)() if fmt.element == "e5m2" else fmt
         for capability, sizes in itertools.product((8.0, 9.0, 10.0), [(1, 32, 16), (130, 300, 70)]):
             assert matmul_call(
                 type(fmt)() if fmt.tiles and fmt.scaling == "float32" else fmt, other, *sizes, capability
             )
+
+    def test_scales_of_rows(self):
+        """The kernels have them in float32, whatever the weight's are; int32 sums are made beside the result."""
+        integers, floats = jlp.Int8Rows(scale_dtype="bfloat16"), jlp.Float8Rows(scale_dtype="float16")
+        for capability in (8.0, 9.0, 10.0):
+            call = matmul_call(jlp.Int8Rows(), integers, 5, 130, 33, capability)
+            assert call.operands == ["8x160xi8", "8x1xf32", "48x160xi8", "48x1xf32"]
+            assert call.results[0] == "8x48xbf16" and workspace_of(call) == up(4 * 8 * 48, 256)
+        call = matmul_call(jlp.Float8Rows(), floats, 5, 130, 33, 9.0)
+        assert call.operands == ["8x160xf8E4M3FN", "8x1xf32", "48x160xf8E4M3FN", "48x1xf32"]
+        assert call.results[0] == "8x48xbf16" and workspace_of(call) == 0
+        call = matmul_call(jlp.Float8Rows(), floats, 5, 130, 33, 10.0)
+        assert workspace_of(call) == up(4 * 8 * 48, 256)
+
+    def test_four_bit_weights_by_integers_have_no_kernel(self):
+        x, w = jlp.quantize(jnp.ones((16, 64)), jlp.Int8Rows()), jlp.quantize(jnp.ones((32, 64)), jlp.MXFP4())
+        with claiming_cuda(9.0):
+            assert custom_calls(jlp.scaled_matmul, x, w) == []
+            with pytest.raises(NotImplementedError, match="4-bit weights by 8-bit integers have no CUDA kernel yet"):
+                custom_calls(functools.partial(jlp.scaled_matmul, implementation="ffi"), x, w)
 
     def test_nothing_to_multiply_needs_no_kernel(self):
         a = jlp.quantize(jnp.zeros((16, 0)), jlp.NVFP4())
@@ -440,7 +446,7 @@ class TestGrouped:
         with claiming_cuda(9.0):
             return custom_calls(run, jnp.ones((self.ROWS, 48), jnp.bfloat16), jnp.zeros((self.GROUPS, 2), jnp.uint32))
 
-    @pytest.mark.parametrize("fmt", [f for f in ON_GPUS if not f.tiles], ids=str)
+    @pytest.mark.parametrize("fmt", [f for f in ONE_OF_EACH if not f.tiles and f.scaling != "rows"], ids=str)
     def test_quantising(self, fmt):
         amax = ["jaxlowprec_amax"] * fmt.has_tensor_scale
         calls = self.quantise(fmt, False)

@@ -23,6 +23,8 @@ ffi::Error with_matmul(const Use& use, ffi::AnyBuffer a_data, ffi::AnyBuffer a_s
     return error;
   p.float32_sums = float32_sums;
   JLP_REQUIRE(p.type != ElementType::kF16);  // cuBLASLt has none of bfloat16 operands
+  for (const Format* f : {&p.a.format, &p.b.format})
+    JLP_REQUIRE(f->scaling != Scaling::kRows || f->scale_type == ElementType::kF32);
   JLP_REQUIRE((!p.a.format.column_major || p.rows % 4 == 0) && (!p.b.format.column_major || p.columns % 4 == 0));
   const bool tensor = p.a.format.scaling == Scaling::kTwoLevel || p.a.format.scaling == Scaling::kTensor;
   JLP_REQUIRE(args.size() == static_cast<size_t>(tensor + accumulate));

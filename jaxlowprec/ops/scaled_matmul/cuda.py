@@ -81,7 +81,9 @@ def sum_errors(
 def _padded(data: jax.Array, scale: jax.Array, fmt: Format, rows: int) -> tuple[jax.Array, jax.Array]:
     """An operand with its rows padded to a multiple of `rows`, its depth to one of `_DEPTH`: zero codes add nothing."""
     data = pad_to_multiples(data, rows, _DEPTH // 2 if fmt.packed else _DEPTH)
-    if fmt.scaling != "tensor":
+    if fmt.scaling == "rows":
+        scale = pad_to_multiples(scale.astype(jnp.float32), rows, 1)
+    elif fmt.scaling != "tensor":
         scale = pad_to_multiples(scale, 1 if fmt.tiles else rows, max(1, _DEPTH // fmt.length))
     return data, scale
 
@@ -125,7 +127,9 @@ def matmul(
     bias, accumulate, _ = epilogue.split(rest)
 
     a_rows, capability = 1, native.compute_capability() or 0
-    if a_fmt.scaling == "float32" or (not spec.float32_sums and _rebases(a_fmt, b_fmt, capability)):
+    if a_fmt.scaling == "rows":
+        a_rows = _SCALED_ROWS
+    elif a_fmt.scaling == "float32" or (not spec.float32_sums and _rebases(a_fmt, b_fmt, capability)):
         a_rows = _LEAST_SCALED_ROWS if rows < _LEAST_SCALED_ROWS else _SCALED_ROWS
     a_data, a_scale = _padded(a_data, a_scale, a_fmt, a_rows)
     b_data, b_scale = _padded(b_data, b_scale, b_fmt, _COLUMNS)

@@ -78,6 +78,8 @@ double element(const void* data, cudaDataType_t type, int64_t index) {
   switch (type) {
     case CUDA_R_32F: return static_cast<const float*>(data)[index];
     case CUDA_R_16BF: return as_float(uint32_t{static_cast<const uint16_t*>(data)[index]} << 16);
+    case CUDA_R_8I: return static_cast<int8_t>(bytes[index]);
+    case CUDA_R_32I: return static_cast<const int32_t*>(data)[index];
     case CUDA_R_8F_E4M3: return e4m3(bytes[index]);
     case CUDA_R_8F_E5M2: return e5m2(bytes[index]);
     case CUDA_R_4F_E2M1: return signed_number(bytes[index / 2] >> (index % 2 * 4) & 15, 4, 1, 1);
@@ -87,7 +89,8 @@ double element(const void* data, cudaDataType_t type, int64_t index) {
 
 int bits_of(cudaDataType_t type) {
   switch (type) {
-    case CUDA_R_32F: return 32;
+    case CUDA_R_32F:
+    case CUDA_R_32I: return 32;
     case CUDA_R_16BF: return 16;
     case CUDA_R_4F_E2M1: return 4;
     default: return 8;
@@ -161,6 +164,7 @@ double scale(cublasLtMatmulMatrixScale_t mode, const void* scales, int64_t outer
   const auto* bytes = static_cast<const uint8_t*>(scales);
   const auto* floats = static_cast<const float*>(scales);
   switch (mode) {
+    case CUBLASLT_MATMUL_MATRIX_SCALE_OUTER_VEC_32F: return floats[outer];
     case CUBLASLT_MATMUL_MATRIX_SCALE_VEC16_UE4M3: return e4m3(bytes[tiled(outer, l / 16, blocks(depth, 16))] & 0x7F);
     case CUBLASLT_MATMUL_MATRIX_SCALE_VEC32_UE8M0: return ue8m0(bytes[tiled(outer, l / 32, blocks(depth, 32))]);
     case CUBLASLT_MATMUL_MATRIX_SCALE_VEC128_32F: return floats[l / 128 * lines + outer];
@@ -219,8 +223,19 @@ void check_narrow(const Operation& op, const Layout& a, const Layout& b, const L
     require(s.m % 4 == 0 && s.n % 4 == 0, "scales of 128: m and n are multiples of 4");
   } else {
     require(op.a_mode == op.b_mode, "scale modes differ");
-    require(op.a_mode == CUBLASLT_MATMUL_MATRIX_SCALE_SCALAR_32F || capability >= 100, "E8M0: compute capability 10.0");
+    require(op.a_mode != CUBLASLT_MATMUL_MATRIX_SCALE_VEC32_UE8M0 || capability >= 100, "E8M0: compute capability 10.0");
+    require(op.a_mode != CUBLASLT_MATMUL_MATRIX_SCALE_OUTER_VEC_32F || capability == 90, "vectors: compute capability 9.0");
   }
+}
+
+/// Products of 8-bit integers in the regular order of elements.
+void check_integers(const Operation& op, const Layout& a, const Layout& b, const Layout& d, const Sizes& s) {
+  require(a.type == CUDA_R_8I && b.type == CUDA_R_8I && d.type == CUDA_R_32I, "int8 operands, an int32 result");
+  require(op.compute == CUBLAS_COMPUTE_32I && op.scale_type == CUDA_R_32I, "integers: computes in int32");
+  require(op.transpose_a == CUBLAS_OP_T && op.transpose_b == CUBLAS_OP_N, "integers: A transposed, B not");
+  require(s.m % 4 == 0 && s.k % 4 == 0, "integers: m and k are multiples of 4");
+  require(a.ld % 4 == 0 && b.ld % 4 == 0 && d.ld % 4 == 0, "integers: leading dimensions are multiples of 4");
+  require(!op.a_scale && !op.b_scale, "integers are not scaled");
 }
 
 /// What heuristics check, too: everything but pointers.
@@ -232,6 +247,7 @@ Sizes check(const Operation& op, const Layout& a, const Layout& b, const Layout&
   require(d.rows == s.m && d.columns == s.n, "D is m x n", invalid);
   require(c.rows == d.rows && c.columns == d.columns && c.type == d.type, "C is like D", invalid);
   for (const Layout* layout : {&a, &b, &c, &d}) require(layout->ld >= layout->rows, "columns overlap", invalid);
+  if (a.type == CUDA_R_8I || d.type == CUDA_R_32I) return check_integers(op, a, b, d, s), s;
   require(op.compute == CUBLAS_COMPUTE_32F && op.scale_type == CUDA_R_32F, "computes in float32");
   require(d.type == CUDA_R_32F || d.type == CUDA_R_16BF, "D is float32 or bfloat16");
   require(narrow(a.type) == narrow(b.type), "A and B are both narrow or neither");
@@ -342,7 +358,7 @@ void multiply(const Operation& op, const Sizes& s, double alpha, double beta, cu
               const Layout& ld) {
   const Lines x(a, la, op.transpose_a == CUBLAS_OP_T, op.a_mode, op.a_scale, s.m, s.k);
   const Lines y(b, lb, op.transpose_b == CUBLAS_OP_N, op.b_mode, op.b_scale, s.n, s.k);
-  const bool in_13_bits = bits_of(la.type) == 8 && capability < 100;
+  const bool integers = ld.type == CUDA_R_32I, in_13_bits = bits_of(la.type) == 8 && !integers && capability < 100;
   const bool in_output_type = reduction == CUBLASLT_REDUCTION_SCHEME_OUTPUT_TYPE;
   const bool reads_c = beta != 0 || (op.pointer_mode == CUBLASLT_POINTER_MODE_DEVICE && device_beta_reads);
   const int64_t half = reduction == CUBLASLT_REDUCTION_SCHEME_NONE ? 0 : blocks(s.k, 256) * 128;  // where a split K is split
@@ -351,12 +367,16 @@ void multiply(const Operation& op, const Sizes& s, double alpha, double beta, cu
     for (int64_t j = 0; j < s.n; ++j) {
       double parts[2] = {alpha * sum_of(x, i, y, j, s.k, 0, std::min(half, s.k), in_13_bits),
                          alpha * sum_of(x, i, y, j, s.k, std::min(half, s.k), s.k, in_13_bits)};
-      if (in_output_type)
+      if (in_output_type && !integers)
         for (double& part : parts) part = rounded_to(ld.type, part);
       result[i + j * s.m] = parts[0] + parts[1] + (reads_c ? beta * element(c, lc.type, i + j * lc.ld) : 0);
     }
   for (int64_t i = 0; i < s.m; ++i)
     for (int64_t j = 0; j < s.n; ++j) {
+      if (integers) {
+        static_cast<int32_t*>(d)[i + j * ld.ld] = static_cast<int32_t>(result[i + j * s.m]);
+        continue;
+      }
       const float rounded = rounded_to(ld.type, result[i + j * s.m]);
       if (ld.type == CUDA_R_32F)
         static_cast<float*>(d)[i + j * ld.ld] = rounded;
@@ -515,7 +535,8 @@ cublasStatus_t cublasLtMatmul(cublasLtHandle_t handle, cublasLtMatmulDesc_t desc
     require(op.pointer_mode == CUBLASLT_POINTER_MODE_HOST || op.pointer_mode == CUBLASLT_POINTER_MODE_DEVICE,
             "one alpha and one beta");
     std::memset(workspace, 0xEE, 256);  // it is the algorithm's
-    multiply(op, s, *static_cast<const float*>(alpha), *static_cast<const float*>(beta),
+    const auto factor = [&](const void* from) { return element(from, op.scale_type, 0); };
+    multiply(op, s, factor(alpha), factor(beta),
              static_cast<cublasLtReductionScheme_t>(algo->data[6]), a, la, b, lb, c, lc, d, ld);
   });
 }

@@ -130,7 +130,8 @@ inline std::vector<double> decoded(const MatmulOperand& operand, int64_t rows, i
   const reference::DecodedOperand o(operand, rows, batch, depth);
   std::vector<double> values(o.codes.begin(), o.codes.end());
   if (operand.format.scaling == Scaling::kTensor) return values;
-  for (int64_t i = 0; i < rows * depth; ++i) values[i] *= o.scales[i / depth * o.blocks + i % depth / operand.format.block];
+  const int64_t block = operand.format.scaling == Scaling::kRows ? depth : operand.format.block;
+  for (int64_t i = 0; i < rows * depth; ++i) values[i] *= o.scales[i / depth * o.blocks + i % depth / block];
   return values;
 }
 

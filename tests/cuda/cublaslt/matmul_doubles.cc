@@ -5,6 +5,7 @@
 #include "../../../xla_ffi/cuda/decode.h"
 #include "../../../xla_ffi/cuda/errors.h"
 #include "../../../xla_ffi/cuda/matmul/layouts.h"
+#include "../../../xla_ffi/cuda/matmul/line_scales.h"
 #include "../../../xla_ffi/cuda/matmul/matmul_plan.h"
 #include "../../../xla_ffi/cuda/matmul/rebase.h"
 #include "../../../xla_ffi/cuda/weight_only/matmul_decode.h"
@@ -41,7 +42,7 @@ namespace {
 /// A decoded element, without the tensor's scale.
 float decoded(const MatmulOperand& operand, int64_t rows, int64_t row, int64_t k) {
   const float code = reference::decoded_code(operand, rows, 0, row, k);
-  if (operand.format.scaling == Scaling::kTensor) return code;
+  if (operand.format.scaling == Scaling::kTensor || operand.format.scaling == Scaling::kRows) return code;
   return code * reference::decoded_scale(operand, rows, 0, row, k / operand.format.block);
 }
 
@@ -85,6 +86,16 @@ cudaError_t launch(const RebaseProblem& p, cudaStream_t) {
   const reference::Rebased rebased(p.operand, p.rows);
   std::copy(rebased.codes.begin(), rebased.codes.end(), p.codes);
   std::copy(rebased.scales.begin(), rebased.scales.end(), p.scales);
+  return cudaSuccess;
+}
+
+cudaError_t launch(const LineScalesProblem& p, cudaStream_t) {
+  for (int64_t i = 0; i < p.rows * p.columns; ++i) {
+    const float sum = p.integers ? static_cast<float>(static_cast<const int32_t*>(p.sums)[i]) : static_cast<const float*>(p.sums)[i];
+    const float scaled = reference::multiply(reference::multiply(sum, p.of_columns[i % p.columns]), p.of_rows[i / p.columns]);
+    const float onto = p.accumulate ? reference::get(p.accumulate, p.type, i) : 0;
+    reference::put(p.result, p.type, i, p.accumulate ? reference::add(scaled, onto) : scaled);
+  }
   return cudaSuccess;
 }
 

@@ -27,6 +27,9 @@ const std::pair<Format, Format> kPairs[] = {
     {float8_tensor(k4), float8_tensor(k5)},
     {float8_tensor(k4), float8_tensor(k4)},
     {mx(k2), mx(k2)},
+    {line_format(k4), line_format(k4)},
+    {line_format(k5), line_format(k4)},
+    {line_format(CodeType::kInt8), line_format(CodeType::kInt8)},
 };
 
 const Sizes kSizes[] = {{1, 4, 16, 32}, {2, 20, 144, 160}, {1, 132, 272, 288}};
@@ -157,6 +160,37 @@ TEST(routes) {
   CHECK(route(float8_tensor(k4), float8_tensor(k4), 64, 89) == Route::kTensor);
   CHECK(route(float8_tensor(k4), float8_tensor(k4), 64, 80) == Route::kDecoded);
   CHECK(route(nvfp4(), nvfp4(), 64, 75) == Route::kNone);
+  const Format integers = line_format(CodeType::kInt8);
+  for (const int capability : {80, 89, 90, 100, 120}) CHECK(route(integers, integers, 1, capability) == Route::kInt8);
+  CHECK(route(integers, mx(k2), 64, 90) == Route::kNone);
+  CHECK(route(line_format(k4), line_format(k4), 64, 80) == Route::kDecoded);
+  CHECK(route(line_format(k4), line_format(k4), 64, 89) == Route::kTensor);
+  CHECK(route(line_format(k4), line_format(k4), 64, 90) == Route::kLines);
+  CHECK(route(line_format(k4), line_format(k4), 64, 100) == Route::kTensor);
+}
+
+/// Exact sums and two roundings in a given order: the CPU's bytes.
+TEST(products_of_integers_are_the_references_to_the_byte) {
+  const Format integers = line_format(CodeType::kInt8);
+  for (const int capability : {80, 90, 100}) {
+    set_capability(capability);
+    for (const Sizes& sizes : {Sizes{1, 1, 16, 32}, {2, 20, 144, 160}, {1, 1, 16, 131072}})
+      for (const bool accumulate : {false, true}) {
+        if (sizes.depth == 131072 && (capability != 90 || accumulate)) continue;  // the longest that int32 holds
+        Case c(integers, integers, sizes, ElementType::kF32, accumulate);
+        CHECK_EQ(c.run(), std::string());
+        for (int64_t batch = 0; batch < sizes.batch; ++batch) {
+          const reference::DecodedOperand a(c.p.a, sizes.rows, batch, sizes.depth), b(c.p.b, sizes.columns, batch, sizes.depth);
+          for (int64_t m = 0; m < sizes.rows; ++m)
+            for (int64_t n = 0; n < sizes.columns; ++n) {
+              const int64_t i = (batch * sizes.rows + m) * sizes.columns + n;
+              const float sum = reference::scaled_dot(c.p, a, m, b, n);
+              const float onto = accumulate ? reference::get(c.accumulate.data, ElementType::kF32, i) : 0;
+              CHECK_EQ(reference::get(c.result.data, ElementType::kF32, i), accumulate ? sum + onto : sum);
+            }
+        }
+      }
+  }
 }
 
 TEST(few_rows_take_the_kernel_that_decodes_in_registers_and_accumulation_the_gemm) {

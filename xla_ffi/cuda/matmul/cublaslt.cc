@@ -114,12 +114,15 @@ cudaDataType_t data_type(GemmType type) {
     case GemmType::kBF16: return CUDA_R_16BF;
     case GemmType::kE4M3: return CUDA_R_8F_E4M3;
     case GemmType::kE5M2: return CUDA_R_8F_E5M2;
+    case GemmType::kI8: return CUDA_R_8I;
+    case GemmType::kI32: return CUDA_R_32I;
     default: return CUDA_R_4F_E2M1;
   }
 }
 
 cublasLtMatmulMatrixScale_t scale_mode(GemmScaling scaling) {
   switch (scaling) {
+    case GemmScaling::kFloat32Lines: return CUBLASLT_MATMUL_MATRIX_SCALE_OUTER_VEC_32F;
     case GemmScaling::kE4M3x16: return CUBLASLT_MATMUL_MATRIX_SCALE_VEC16_UE4M3;
     case GemmScaling::kE8M0x32: return CUBLASLT_MATMUL_MATRIX_SCALE_VEC32_UE8M0;
     case GemmScaling::kFloat32x128: return CUBLASLT_MATMUL_MATRIX_SCALE_VEC128_32F;
@@ -145,7 +148,9 @@ Owned<cublasLtMatrixLayout_t> layout(const Library& lt, GemmType type, int64_t r
 /// float32. Without it they are promoted now and then (gemm_error.h).
 Descriptors describe(const Library& lt, const Gemm& gemm) {
   cublasLtMatmulDesc_t made = nullptr;
-  lt.check(lt.MatmulDescCreate(&made, CUBLAS_COMPUTE_32F, CUDA_R_32F), "makes no descriptor");
+  const bool integers = gemm.result_type == GemmType::kI32;
+  lt.check(lt.MatmulDescCreate(&made, integers ? CUBLAS_COMPUTE_32I : CUBLAS_COMPUTE_32F, integers ? CUDA_R_32I : CUDA_R_32F),
+           "makes no descriptor");
   Descriptors found{{made, lt.MatmulDescDestroy},
                     layout(lt, gemm.b.type, gemm.depth, gemm.b.rows),
                     layout(lt, gemm.a.type, gemm.depth, gemm.a.rows),
@@ -333,12 +338,15 @@ class Call {
   }
 
   void launch(const Gemm& gemm, const cublasLtMatmulAlgo_t& algorithm, cudaStream_t stream) const {
-    const float host[2] = {1, gemm.accumulate ? 1.0f : 0.0f};
-    const float* scalars = gemm.alpha_beta ? gemm.alpha_beta : host;
+    const float floats[2] = {1, gemm.accumulate ? 1.0f : 0.0f};
+    const int32_t integers[2] = {1, 0};
+    const bool of_integers = gemm.result_type == GemmType::kI32;
+    const void* alpha = of_integers ? static_cast<const void*>(integers) : gemm.alpha_beta ? gemm.alpha_beta : floats;
+    const void* beta = static_cast<const uint8_t*>(alpha) + 4;
     const void* c = gemm.accumulate ? gemm.accumulate : gemm.result;
     const Descriptors& d = descriptors_;
     lt_.check(
-        lt_.Matmul(handle_, d.operation.get(), &scalars[0], gemm.b.data, d.a.get(), gemm.a.data, d.b.get(), &scalars[1], c,
+        lt_.Matmul(handle_, d.operation.get(), alpha, gemm.b.data, d.a.get(), gemm.a.data, d.b.get(), beta, c,
                    d.y.get(), gemm.result, d.y.get(), &algorithm, gemm.workspace, gemm.workspace_bytes, stream),
         "failed");
   }

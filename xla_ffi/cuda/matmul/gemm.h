@@ -9,7 +9,7 @@
 namespace jaxlowprec {
 namespace cuda {
 
-enum class GemmType : int32_t { kF32, kBF16, kE4M3, kE5M2, kE2M1 };
+enum class GemmType : int32_t { kF32, kBF16, kE4M3, kE5M2, kE2M1, kI8, kI32 };
 
 /// The type of codes that cuBLASLt multiplies; nothing for others, which are decoded to bfloat16.
 inline std::optional<GemmType> gemm_type(CodeType code) {
@@ -17,6 +17,7 @@ inline std::optional<GemmType> gemm_type(CodeType code) {
     case CodeType::kE2M1: return GemmType::kE2M1;
     case CodeType::kE4M3: return GemmType::kE4M3;
     case CodeType::kE5M2: return GemmType::kE5M2;
+    case CodeType::kInt8: return GemmType::kI8;
     default: return std::nullopt;
   }
 }
@@ -25,6 +26,7 @@ inline std::optional<GemmType> gemm_type(CodeType code) {
 enum class GemmScaling : int32_t {
   kNone,
   kFloat32,         // a float32 for all of the operand
+  kFloat32Lines,    // a float32 for each row: [rows]
   kE4M3x16,         // an E4M3 for 16 elements of a row, in tiles of 128 rows by 4 blocks (numerics.md 6)
   kE8M0x32,         // an E8M0 for 32, in the same tiles
   kFloat32x128,     // a float32 for 128: [ceil(depth / 128), rows], rows a multiple of 4
@@ -39,12 +41,12 @@ struct GemmOperand {
   const void* scale;
 };
 
-/// result [a.rows, b.rows] = alpha * a b^T + beta * accumulate, added up in float32. Rows of narrow operands (not bfloat16)
-/// and of the result are multiples of 16 bytes, all pointers 16-byte aligned.
+/// result [a.rows, b.rows] = alpha * a b^T + beta * accumulate, added up in float32; of 8-bit integers a b^T alone, in int32.
+/// Rows of narrow operands (not bfloat16) and of the result are multiples of 16 bytes, all pointers 16-byte aligned.
 struct Gemm {
   GemmOperand a, b;
   int64_t depth;
-  GemmType result_type;  // kF32 or kBF16
+  GemmType result_type;  // kF32 or kBF16; kI32 of kI8
   void* result;
   const void* accumulate;   // of the result's type; null: nothing is accumulated onto
   const float* alpha_beta;  // in the device's memory; null: 1, and 1 if something is accumulated onto
@@ -80,6 +82,7 @@ inline int64_t gemm_scale_bytes(const Format& format, int64_t rows, int64_t colu
 
 /// Whether one matrix's scales lie so already: no launch brings them into order.
 inline bool gemm_scales_in_order(const Format& format, int64_t rows, int64_t columns) {
+  if (format.scaling == Scaling::kRows) return true;
   if (format.scaling != Scaling::kFloat32) return false;
   const int64_t blocks = format.scale_columns(columns);
   return format.tiles ? blocks % 4 == 0 : rows % 4 == 0 && (format.column_major || blocks == 1);

@@ -13,7 +13,9 @@ enum class MatmulRoute : int32_t {
   kNone,
   kSmall,     // few rows of a, NVFP4: b is decoded in registers (matmul_decode.h)
   kDecoded,   // both operands decoded to bfloat16, exactly (decode.h), and multiplied by bfloat16 tensor cores
-  kTensor,    // FP8 tensor cores, the tensors' scales as one operand's
+  kTensor,    // FP8 tensor cores, the tensors' scales as one operand's; scales of lines: float32 sums, then line_scales.h
+  kLines,     // FP8 tensor cores with a float32 scale for each line of both operands
+  kInt8,      // INT8 tensor cores: exact int32 sums, then line_scales.h
   kBlock128,  // FP8 tensor cores with float32 scales of 128 elements and 128x128
   kRebased,   // the same with scales of 128 elements, which E8M0 scales of 32 become, and E2M1 codes FP8 codes (rebase.h)
   kMX,        // FP8 tensor cores with E8M0 scales of 32
@@ -44,7 +46,9 @@ constexpr double kRebaseError = 1.0 / 65536;
 /// On GPUs of that compute capability (90 for 9.0).
 inline SumError sum_error(MatmulRoute route, int capability, int64_t depth) {
   const double contract = std::ldexp(static_cast<double>(depth), -24);  // numerics.md 9
-  const bool fp8 = route == MatmulRoute::kTensor || route == MatmulRoute::kBlock128 || route == MatmulRoute::kRebased;
+  if (route == MatmulRoute::kInt8) return {3 * 0x1p-24, 3 * 0x1p-24};  // the sum as a float32, and two products
+  const bool fp8 = route == MatmulRoute::kTensor || route == MatmulRoute::kLines || route == MatmulRoute::kBlock128 ||
+                   route == MatmulRoute::kRebased;
   if (!fp8 || capability >= 100) return {contract, contract};
   // Each product is truncated once, each running sum at both ends of an instruction: by less than the last kept bit of
   // what is at most the sum of the magnitudes.

@@ -5,6 +5,7 @@
 #include "../weight_only/matmul_decode.h"
 #include "cublaslt.h"
 #include "layouts.h"
+#include "line_scales.h"
 #include "matmul_plan.h"
 #include "rebase.h"
 
@@ -72,6 +73,7 @@ struct Entry {
 
   uint8_t* a() const { return workspace; }
   uint8_t* b() const { return a() + plan.a_bytes; }
+  uint8_t* sums() const { return b() + plan.b_bytes + plan.gemm_bytes; }
 
   Gemm gemm(MatmulRoute route) const {
     Gemm gemm{};
@@ -80,7 +82,10 @@ struct Entry {
     gemm.result_type = p.type == ElementType::kF32 ? GemmType::kF32 : GemmType::kBF16;
     gemm.result = p.result, gemm.accumulate = p.accumulate, gemm.alpha_beta = alpha_beta;
     gemm.workspace = b() + plan.b_bytes, gemm.workspace_bytes = plan.gemm_bytes;
-    if (route == MatmulRoute::kTensor) {
+    if (scales_sums(p, route)) {
+      gemm.result_type = route == MatmulRoute::kInt8 ? GemmType::kI32 : GemmType::kF32;
+      gemm.result = sums(), gemm.accumulate = nullptr;
+    } else if (route == MatmulRoute::kTensor) {
       // alpha as the scale of a: then 1 and beta are the host's, and no kernel multiplies a result that nobody wrote by a
       // beta of 0 that it reads from the device's memory.
       gemm.a.scaling = GemmScaling::kFloat32, gemm.a.scale = alpha_beta, gemm.alpha_beta = nullptr;
@@ -105,7 +110,14 @@ GemmLaunch multiply_by(MatmulRoute route, const Entry& e, cudaStream_t stream) {
   cudaError_t status = convert(e.p.a, e.p.rows, e.p.depth(), route, e.a(), stream);
   if (status == cudaSuccess) status = convert(e.p.b, e.p.columns, e.p.depth(), route, e.b(), stream);
   if (status != cudaSuccess) return {reason(status)};
-  return launch(e.gemm(route), e.device, stream);
+  const GemmLaunch launched = launch(e.gemm(route), e.device, stream);
+  const MatmulProblem& p = e.p;
+  if (!launched.problem.empty() || !scales_sums(p, route)) return launched;
+  const auto scales = [](const MatmulOperand& o) { return reinterpret_cast<const float*>(o.scale); };
+  status = launch(LineScalesProblem{e.sums(), route == MatmulRoute::kInt8, p.rows, p.columns, scales(p.a), scales(p.b),
+                                    p.accumulate, p.result, p.type},
+                  stream);
+  return {status == cudaSuccess ? "" : reason(status)};
 }
 
 /// Memory for GEMMs that are timed, one after another.
@@ -116,7 +128,7 @@ class Scratch {
   /// The result is as aligned as it was: algorithms may depend on that.
   std::string move(Gemm& gemm) {
     constexpr int64_t kStep = MatmulPlan::kAlignment;
-    const int64_t result = gemm.a.rows * gemm.b.rows * (gemm.result_type == GemmType::kF32 ? 4 : 2);
+    const int64_t result = gemm.a.rows * gemm.b.rows * (gemm.result_type == GemmType::kBF16 ? 2 : 4);
     const int64_t bytes = 3 * kStep + gemm.workspace_bytes + result;
     if (bytes > bytes_) memory_ = static_cast<uint8_t*>(allocate_(bytes)), bytes_ = memory_ ? bytes : 0;
     if (!memory_)

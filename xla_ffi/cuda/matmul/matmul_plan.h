@@ -20,6 +20,8 @@ inline const char* route_name(MatmulRoute route) {
     case MatmulRoute::kSmall: return "4-bit codes decoded in registers";
     case MatmulRoute::kDecoded: return "codes decoded to bfloat16, exactly";
     case MatmulRoute::kTensor: return "FP8 tensor cores";
+    case MatmulRoute::kLines: return "FP8 tensor cores, scales of lines";
+    case MatmulRoute::kInt8: return "INT8 tensor cores, exact sums";
     case MatmulRoute::kBlock128: return "FP8 tensor cores, scales of 128";
     case MatmulRoute::kRebased: return "4-bit codes re-based to FP8 with scales of 128, FP8 tensor cores";
     case MatmulRoute::kMX: return "FP8 tensor cores, scales of 32";
@@ -46,12 +48,13 @@ struct MatmulPlan {
   std::string problem;  // why there is no route; else empty
   // Of one batch entry, in this order; each a multiple of kAlignment.
   int64_t a_bytes = 0, b_bytes = 0, gemm_bytes = 0;  // what a and b (or their scales) become, and cuBLASLt's own
+  int64_t sums_bytes = 0;                            // that line_scales.h makes the result of
   // Whether a and b may be decoded where cuBLASLt has no algorithm for the route: the workspace has room for it.
   bool may_decode = false;
 
   /// XLA aligns buffers to 128 bytes, cuBLASLt wants 256 for its own.
   static constexpr int64_t kAlignment = 256;
-  int64_t workspace_bytes() const { return a_bytes + b_bytes + gemm_bytes + kAlignment; }
+  int64_t workspace_bytes() const { return a_bytes + b_bytes + gemm_bytes + sums_bytes + kAlignment; }
 };
 
 inline int64_t round_up(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
@@ -80,7 +83,14 @@ inline MatmulRoute matmul_route(const MatmulProblem& p, int capability, std::str
       return capability >= 100 && fast && !a.packed() && !b.packed() ? MatmulRoute::kMX : MatmulRoute::kDecoded;
     case Scaling::kTensor: return capability >= 89 && fast ? MatmulRoute::kTensor : MatmulRoute::kDecoded;
     case Scaling::kFloat16: problem = "Int4 is a format of weights"; return MatmulRoute::kNone;
-    case Scaling::kRows: problem = "scales of rows have no CUDA kernel yet"; return MatmulRoute::kNone;
+    case Scaling::kRows:
+      if (b.scaling != Scaling::kRows) {
+        problem = "4-bit weights by 8-bit integers have no CUDA kernel yet";
+        return MatmulRoute::kNone;
+      }
+      if (a.code == CodeType::kInt8) return MatmulRoute::kInt8;
+      if (!fast || capability < 89) return MatmulRoute::kDecoded;
+      return capability == 90 ? MatmulRoute::kLines : MatmulRoute::kTensor;  // cuBLASLt has scales of lines on 9.0 alone
     case Scaling::kFloat32: break;
   }
   if (capability == 90 && fast) return MatmulRoute::kBlock128;
@@ -100,11 +110,17 @@ inline MatmulRoute matmul_route(const MatmulProblem& p, int capability, std::str
   return MatmulRoute::kNone;
 }
 
+/// Whether the scales of lines are applied to the GEMM's sums.
+inline bool scales_sums(const MatmulProblem& p, MatmulRoute route) {
+  return p.a.format.scaling == Scaling::kRows && route != MatmulRoute::kLines;
+}
+
 /// The order of an operand's scales on a route.
 inline GemmScaling gemm_scaling(MatmulRoute route, const Format& format) {
   switch (route) {
     case MatmulRoute::kBlock128: return format.tiles ? GemmScaling::kFloat32x128x128 : GemmScaling::kFloat32x128;
     case MatmulRoute::kRebased: return GemmScaling::kFloat32x128;
+    case MatmulRoute::kLines: return GemmScaling::kFloat32Lines;
     case MatmulRoute::kMX: return GemmScaling::kE8M0x32;
     case MatmulRoute::kNVFP4: return GemmScaling::kE4M3x16;
     default: return GemmScaling::kNone;
@@ -148,6 +164,7 @@ inline MatmulPlan plan_matmul(const MatmulProblem& p, int capability) {
   };
   plan.a_bytes = bytes(p.a.format, p.rows), plan.b_bytes = bytes(p.b.format, p.columns);
   plan.gemm_bytes = kGemmWorkspace;
+  if (scales_sums(p, plan.route)) plan.sums_bytes = round_up(4 * p.rows * p.columns, MatmulPlan::kAlignment);
   return plan;
 }
 
