@@ -44,6 +44,14 @@ NEEDS = (
     Need(r"quantize_gradient_tiles<\w+, \w+, 2>", in_loop=True, dynamic_shared=86 * 1024),
     Need("quantize_(norm_|activation_|gradient_)?tiles<F32, .*>", in_loop=True, dynamic_shared=86 * 1024),
     Need("quantize_(norm_|activation_|gradient_)?tiles<.*>", in_loop=True, dynamic_shared=54 * 1024),
+    # Lines that have a scale each.
+    Need("line_amaxes<.*>", in_loop=True, dynamic_shared=4096),
+    Need("quantize_line_rows<.*>", in_loop=True, dynamic_shared=32),
+    Need("quantize_line_tiles<F32, .*>", in_loop=True, dynamic_shared=86 * 1024),
+    Need("quantize_line_tiles<.*>", in_loop=True, dynamic_shared=54 * 1024),
+    # Four bytes read of a sum, and two or four written.
+    Need("scale_lines<2, .*>", read_share=0.5, in_loop=True, dynamic_shared=1),
+    Need("scale_lines<.*>", read_share=2 / 3, in_loop=True, dynamic_shared=1),
     # Half or one byte read of each code, and 2 or 4 written for it; a few scales.
     Need("decode_sixteens<E2M1>", read_share=0.6 / 2.6, in_loop=True, dynamic_shared=1),
     Need("decode_sixteens<.*>", read_share=1 / 3, in_loop=True, dynamic_shared=1),
@@ -51,8 +59,8 @@ NEEDS = (
     Need("rebase_kernel", read_share=1 / 3, in_loop=True, dynamic_shared=1),
     Need(r"dequantize_kernel<E2M1, \d, [01]>", read_share=0.6 / 2.6),
     Need(r"dequantize_kernel<E2M1, \d, 2>", read_share=0.6 / 4.6),
-    Need(r"dequantize_kernel<E\dM\d, \d, [01]>", read_share=1 / 3),
-    Need(r"dequantize_kernel<E\dM\d, \d, 2>", read_share=1 / 5),
+    Need(r"dequantize_kernel<(E\dM\d|Int8), \d, [01]>", read_share=1 / 3),
+    Need(r"dequantize_kernel<(E\dM\d|Int8), \d, 2>", read_share=1 / 5),
     # As many bytes read as written.
     Need("hadamard_rows_kernel<.*>", read_share=0.5),
     Need(r"hadamard_columns_kernel<\d, 16, .*>", read_share=0.5),
