@@ -56,7 +56,7 @@ NEEDS = (
     Need("decode_sixteens<E2M1>", read_share=0.6 / 2.6, in_loop=True, dynamic_shared=1),
     Need("decode_sixteens<.*>", read_share=1 / 3, in_loop=True, dynamic_shared=1),
     # Half a byte read of each code, and one written.
-    Need("rebase_kernel", read_share=1 / 3, in_loop=True, dynamic_shared=1),
+    Need("(rebase|widen)_kernel", read_share=1 / 3, in_loop=True, dynamic_shared=1),
     Need(r"dequantize_kernel<E2M1, \d, [01]>", read_share=0.6 / 2.6),
     Need(r"dequantize_kernel<E2M1, \d, 2>", read_share=0.6 / 4.6),
     Need(r"dequantize_kernel<(E\dM\d|Int8), \d, [01]>", read_share=1 / 3),

@@ -67,6 +67,24 @@ Rebased check_bytes(const Operand& o) {
 
 constexpr std::pair<int64_t, int64_t> kSizes[] = {{1, 32}, {4, 128}, {33, 160}, {64, 512}, {70, 1120}, {32, 2048}};
 
+TEST(every_number_is_one_of_the_wider_code) {
+  uint32_t seed = 100;
+  for (const Format& format : {kRows, kSquares})
+    for (const auto& [rows, columns] : kSizes) {
+      const Operand o(format, rows, columns, 0, 255, ++seed);
+      const Array<uint8_t> data(o.data, "data", Access::kReadOnly), codes(rows * columns, "codes");
+      const MatmulOperand operand{format, data.data(), nullptr, nullptr, columns};
+      CHECK_EQ(cuda::launch(cuda::WidenProblem{operand, rows, codes.data()}, nullptr), cudaSuccess);
+      CHECK_EQ(codes.unwritten(), 0u);
+      CHECK_EQ(data.traffic().read, data.size());
+      for (int64_t i = 0; i < rows * columns; ++i) {
+        const float number = reference::decoded_code(o.on_host(), rows, 0, i / columns, i % columns);
+        CHECK_EQ((float8_decode<E4M3, float>(codes.values()[i])), number);
+        CHECK_EQ(codes.values()[i], static_cast<uint8_t>(float8_encode<E4M3>(number)));  // zero keeps its sign
+      }
+    }
+}
+
 TEST(every_byte_is_the_rules) {
   uint32_t seed = 0;
   for (const Format& format : {kRows, kSquares})

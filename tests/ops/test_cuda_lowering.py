@@ -108,14 +108,20 @@ class TestRoutes:
         for pair in itertools.product((one, two), repeat=2):
             assert self.workspace(*pair, 9.0) == rebased(self.M, self.K, self.N)
             assert workspace_of(matmul_call(*pair, 3, 160, 16, 9.0)) == rebased(16, 160, 16)
-            assert self.workspace(*pair, 10.0) == decoded(self.M, self.K, self.N)
         assert self.workspace(one, jlp.MXFP8(), 9.0) == decoded(self.M, self.K, self.N)
 
     def test_on_blackwell_scales_are_swizzled(self):
         for capability in (10.0, 12.0):
             assert self.workspace(jlp.NVFP4(), jlp.NVFP4((16, 16)), capability) == swizzled(self.M, self.K, self.N, 16)
             assert self.workspace(jlp.MXFP8(), jlp.MXFP8(), capability) == swizzled(self.M, self.K, self.N, 32)
-            assert self.workspace(jlp.MXFP8(), jlp.MXFP4(), capability) == decoded(self.M, self.K, self.N)
+
+    def test_on_blackwell_mxfp4_is_widened(self):
+        """E2M1 codes become E4M3 codes; the other operand's stay where they are."""
+        scales, m, n = swizzled(self.M, self.K, self.N, 32), self.M * self.K, self.N * self.K
+        for capability in (10.0, 12.0):
+            assert self.workspace(jlp.MXFP8(), jlp.MXFP4(), capability) == scales + n
+            assert self.workspace(jlp.MXFP4((32, 32)), jlp.MXFP8("e5m2"), capability) == scales + m
+            assert self.workspace(jlp.MXFP4(), jlp.MXFP4(), capability) == scales + m + n
 
     def test_fp8_blocks(self):
         """On Hopper scales are multiplied where they lie, but for those of tiles that are padded to fours."""

@@ -99,6 +99,14 @@ cudaError_t launch(const LineScalesProblem& p, cudaStream_t) {
   return cudaSuccess;
 }
 
+cudaError_t launch(const WidenProblem& p, cudaStream_t) {
+  for (int64_t row = 0; row < p.rows; ++row)
+    for (int64_t k = 0; k < p.operand.columns; ++k)
+      p.codes[row * p.operand.columns + k] =
+          static_cast<uint8_t>(float8_encode<E4M3>(reference::decoded_code(p.operand, p.rows, 0, row, k)));
+  return cudaSuccess;
+}
+
 int64_t matmul_decode_workspace_bytes(const MatmulDecodeProblem&) { return 256; }
 
 cudaError_t launch(const MatmulDecodeProblem& p, cudaStream_t) {

@@ -149,10 +149,12 @@ TEST(routes) {
     CHECK(route(other, mx(k2), 16, 90) == Route::kRebased);
     CHECK(route(mx(k2), other, 66, 90) == Route::kDecoded);  // Python pads them
     CHECK(route(mx(k2), other, 12, 90) == Route::kDecoded);
-    for (const int capability : {80, 89, 100, 120}) CHECK(route(mx(k2), other, 64, capability) == Route::kDecoded);
+    for (const int capability : {80, 89}) CHECK(route(mx(k2), other, 64, capability) == Route::kDecoded);
+    for (const int capability : {100, 120}) CHECK(route(mx(k2), other, 64, capability) == Route::kWidened);
   }
   CHECK(route(mx(k4), mx(k2), 64, 90) == Route::kDecoded);
-  CHECK(route(mx(k4), mx(k2), 64, 100) == Route::kDecoded);
+  CHECK(route(mx(k4), mx(k2, true), 1, 100) == Route::kWidened);
+  CHECK(route(mx(k2), mx(k5), 64, 120) == Route::kWidened);
   CHECK(route(float8_block(k4, false, true), float8_block(k4, true, true), 64, 90) == Route::kBlock128);
   CHECK(route(float8_block(k4, false, true), float8_block(k4, true, true), 64, 100) == Route::kDecoded);
   CHECK(route(float8_block(k4, false, true), float8_block(k4, true, true), 64, 89) == Route::kDecoded);

@@ -19,6 +19,7 @@ enum class MatmulRoute : int32_t {
   kBlock128,  // FP8 tensor cores with float32 scales of 128 elements and 128x128
   kRebased,   // the same with scales of 128 elements, which E8M0 scales of 32 become, and E2M1 codes FP8 codes (rebase.h)
   kMX,        // FP8 tensor cores with E8M0 scales of 32
+  kWidened,   // the same, of which one operand's E2M1 codes become FP8 codes, or both operands' (rebase.h)
   kNVFP4,     // FP4 tensor cores with E4M3 scales of 16
 };
 

@@ -43,6 +43,8 @@ MatmulProblem entry(const MatmulProblem& p, int64_t i) {
 
 /// An operand as cuBLASLt gets it; decoded, re-based, or its scales in order, in `memory`; or where they lie in order.
 GemmOperand gemm_operand(const MatmulOperand& from, int64_t rows, MatmulRoute route, const uint8_t* memory) {
+  if (const int64_t codes = widened_bytes(route, from.format, rows, from.columns))
+    return {GemmType::kE4M3, memory, rows, GemmScaling::kE8M0x32, memory + codes};
   const GemmScaling scaling = gemm_scaling(route, from.format);
   if (route == MatmulRoute::kDecoded) return {GemmType::kBF16, memory, rows, GemmScaling::kNone, nullptr};
   if (route == MatmulRoute::kRebased)
@@ -58,6 +60,10 @@ cudaError_t convert(const MatmulOperand& from, int64_t rows, int64_t depth, Matm
     return launch(DecodeProblem{from, 1, rows, depth, decoded_width(depth), memory}, stream);
   if (route == MatmulRoute::kRebased)
     return launch(RebaseProblem{from, rows, memory, reinterpret_cast<float*>(memory + rows * rebased_width(depth))}, stream);
+  if (const int64_t codes = widened_bytes(route, from.format, rows, depth)) {
+    if (const cudaError_t status = launch(WidenProblem{from, rows, memory}, stream); status != cudaSuccess) return status;
+    memory += codes;
+  }
   if (gemm_scaling(route, from.format) == GemmScaling::kNone || gemm_scales_in_order(from.format, rows, depth))
     return cudaSuccess;
   return launch(ScaleLayoutProblem{from.format, from.scale, 1, rows, depth, memory}, stream);

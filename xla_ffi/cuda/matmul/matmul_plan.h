@@ -25,6 +25,7 @@ inline const char* route_name(MatmulRoute route) {
     case MatmulRoute::kBlock128: return "FP8 tensor cores, scales of 128";
     case MatmulRoute::kRebased: return "4-bit codes re-based to FP8 with scales of 128, FP8 tensor cores";
     case MatmulRoute::kMX: return "FP8 tensor cores, scales of 32";
+    case MatmulRoute::kWidened: return "4-bit codes as FP8 codes, exactly, FP8 tensor cores, scales of 32";
     case MatmulRoute::kNVFP4: return "FP4 tensor cores";
   }
   return "";
@@ -80,7 +81,9 @@ inline MatmulRoute matmul_route(const MatmulProblem& p, int capability, std::str
       return capability >= 100 && fast ? MatmulRoute::kNVFP4 : MatmulRoute::kDecoded;
     case Scaling::kE8M0:  // cuBLASLt multiplies neither MXFP4 nor MXFP8 by MXFP4
       if (capability == 90 && fast && rebases(p)) return MatmulRoute::kRebased;
-      return capability >= 100 && fast && !a.packed() && !b.packed() ? MatmulRoute::kMX : MatmulRoute::kDecoded;
+      if (capability < 100 || !fast) return MatmulRoute::kDecoded;
+      if (!a.packed() && !b.packed()) return MatmulRoute::kMX;
+      return p.a.columns == p.b.columns && p.depth() % a.block == 0 ? MatmulRoute::kWidened : MatmulRoute::kDecoded;
     case Scaling::kTensor: return capability >= 89 && fast ? MatmulRoute::kTensor : MatmulRoute::kDecoded;
     case Scaling::kFloat16: problem = "Int4 is a format of weights"; return MatmulRoute::kNone;
     case Scaling::kRows:
@@ -121,7 +124,8 @@ inline GemmScaling gemm_scaling(MatmulRoute route, const Format& format) {
     case MatmulRoute::kBlock128: return format.tiles ? GemmScaling::kFloat32x128x128 : GemmScaling::kFloat32x128;
     case MatmulRoute::kRebased: return GemmScaling::kFloat32x128;
     case MatmulRoute::kLines: return GemmScaling::kFloat32Lines;
-    case MatmulRoute::kMX: return GemmScaling::kE8M0x32;
+    case MatmulRoute::kMX:
+    case MatmulRoute::kWidened: return GemmScaling::kE8M0x32;
     case MatmulRoute::kNVFP4: return GemmScaling::kE4M3x16;
     default: return GemmScaling::kNone;
   }
@@ -137,6 +141,11 @@ inline int64_t gemm_depth(MatmulRoute route, int64_t depth) {
     case MatmulRoute::kRebased: return rebased_width(depth);
     default: return depth;
   }
+}
+
+/// Bytes of an operand's widened codes, before its scales.
+inline int64_t widened_bytes(MatmulRoute route, const Format& format, int64_t rows, int64_t depth) {
+  return route == MatmulRoute::kWidened && format.packed() ? round_up(rows * depth, MatmulPlan::kAlignment) : 0;
 }
 
 inline MatmulPlan plan_matmul(const MatmulProblem& p, int capability) {
@@ -159,7 +168,8 @@ inline MatmulPlan plan_matmul(const MatmulProblem& p, int capability) {
     if (plan.route == MatmulRoute::kRebased) return round_up(rebased_bytes(rows, p.depth()), MatmulPlan::kAlignment);
     if (gemm_scaling(plan.route, format) == GemmScaling::kNone) return int64_t{0};
     const int64_t given = gemm_scales_in_order(format, rows, p.depth()) ? 0 : gemm_scale_bytes(format, rows, p.depth());
-    const int64_t scales = round_up(given, MatmulPlan::kAlignment);
+    const int64_t scales =
+        round_up(given, MatmulPlan::kAlignment) + widened_bytes(plan.route, format, rows, p.depth());
     return plan.may_decode ? std::max(decoded, scales) : scales;
   };
   plan.a_bytes = bytes(p.a.format, p.rows), plan.b_bytes = bytes(p.b.format, p.columns);

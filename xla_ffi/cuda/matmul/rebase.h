@@ -1,5 +1,5 @@
-// A GEMM's MXFP4 operand as E4M3 with a float32 scale for 128 elements of a row: Hopper's FP8 tensor cores take such
-// operands (numerics.md 9.3).
+// A GEMM's MXFP4 operand as E4M3: with a float32 scale for 128 elements of a row, as Hopper's FP8 tensor cores take them
+// (numerics.md 9.3), or with its own scales, as Blackwell's do.
 #pragma once
 
 #include "../launch.h"
@@ -21,6 +21,16 @@ struct RebaseProblem {
 };
 
 cudaError_t launch(const RebaseProblem& problem, cudaStream_t stream);
+
+/// The same operand as E4M3 in blocks of 32, whose scales it keeps: every E2M1 number is one of E4M3. Blackwell's FP8 tensor
+/// cores take it (numerics.md 6).
+struct WidenProblem {
+  MatmulOperand operand;
+  int64_t rows;
+  uint8_t* codes;  // [rows, operand.columns], 16-byte aligned
+};
+
+cudaError_t launch(const WidenProblem& problem, cudaStream_t stream);
 
 }  // namespace cuda
 }  // namespace jaxlowprec
