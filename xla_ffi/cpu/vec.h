@@ -164,21 +164,23 @@ JLP_RULE void store(T* p, V v) {
   memcpy(p, &v, sizeof v);
 }
 
-/// 64 bytes past the caches, to a 64-byte aligned place that will not be read soon.
-JLP_RULE void stream_line(uint8_t* to, const uint8_t* from) {
+/// A vector past the caches, to an aligned place that will not be read soon.
+JLP_RULE void stream(uint8_t* to, U8 v) {
 #if defined(JLP_ISA_AVX512) && !defined(JLP_EMULATE_AVX512)
-  _mm512_stream_si512(reinterpret_cast<__m512i*>(to), load<__m512i>(from));
-#elif defined(__SSE2__)
-  for (int i = 0; i < 64; i += 16) _mm_stream_si128(reinterpret_cast<__m128i*>(to + i), load<__m128i>(from + i));
+  _mm512_stream_si512(reinterpret_cast<__m512i*>(to), (__m512i)v);
+#elif defined(JLP_ISA_AVX2)
+  _mm256_stream_si256(reinterpret_cast<__m256i*>(to), (__m256i)v);
+#elif defined(__SSE2__) && !defined(JLP_ISA_AVX512)
+  _mm_stream_si128(reinterpret_cast<__m128i*>(to), (__m128i)v);
 #else
-  memcpy(to, from, 64);
+  store(to, v);
 #endif
 }
 
 /// A piece of a line of the result: past the caches where it is whole cache lines.
 JLP_RULE void store_line(uint8_t* to, const uint8_t* from, int64_t bytes) {
   if (bytes % 64 == 0 && reinterpret_cast<uintptr_t>(to) % 64 == 0)
-    for (int64_t at = 0; at < bytes; at += 64) stream_line(to + at, from + at);
+    for (int64_t at = 0; at < bytes; at += JLP_VECTOR_BYTES) stream(to + at, load<U8>(from + at));
   else
     memcpy(to, from, bytes);
 }
@@ -553,13 +555,24 @@ JLP_RULE Bytes16 look_up(Bytes16 table, Bytes16 index) {
 #endif
 }
 
+/// In order, what was packed of two vectors of 16-bit lanes.
+JLP_RULE U8 halves_in_order(U8 packed) {
+#if defined(JLP_ISA_AVX512)
+  return (U8)_mm512_permutexvar_epi32(_mm512_setr_epi32(0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15),
+                                      (__m512i)packed);
+#elif defined(JLP_ISA_AVX2)
+  return (U8)_mm256_permute4x64_epi64((__m256i)packed, 0b11011000);
+#else
+  return packed;
+#endif
+}
+
 /// 16-bit numbers below 256 as bytes, in order.
 JLP_RULE U8 bytes_of(I16 low, I16 high) {
 #if defined(JLP_ISA_AVX512)
-  return (U8)_mm512_permutexvar_epi32(_mm512_setr_epi32(0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15),
-                                      _mm512_packus_epi16((__m512i)low, (__m512i)high));
+  return halves_in_order((U8)_mm512_packus_epi16((__m512i)low, (__m512i)high));
 #elif defined(JLP_ISA_AVX2)
-  return (U8)_mm256_permute4x64_epi64(_mm256_packus_epi16((__m256i)low, (__m256i)high), 0b11011000);
+  return halves_in_order((U8)_mm256_packus_epi16((__m256i)low, (__m256i)high));
 #elif defined(__SSE2__)
   return (U8)_mm_packus_epi16((__m128i)low, (__m128i)high);
 #else

@@ -73,6 +73,29 @@ def test_bytes_are_those_of_the_rule(fmt, dtype, shape, isa):
         np.testing.assert_array_equal(values, oracle.decode(*expected, fmt))
 
 
+@pytest.mark.parametrize("fmt", [f for f in FORMATS if isinstance(f, jlp.Float8Rows)], ids=format_name)
+def test_all_mantissas_over_all_largest_ones(fmt, isa):
+    """Every bfloat16 mantissa of 25 binades in rows with every mantissa of an amax, and zeros of both signs."""
+    mantissas = 1 + np.arange(128) / 128
+    row = np.concatenate([np.exp2(-binade) * mantissas for binade in range(25)] + [np.zeros(130)])
+    x = np.minimum(row, mantissas[:, None]) * np.where(np.arange(row.size) % 3, 1, -1)
+    for shift in (-126, -100, -80, 0, 100):
+        shifted = jnp.asarray(np.ldexp(x, shift).astype(np.float32)).astype(jnp.bfloat16)
+        expected = oracle.quantize(shifted, fmt)
+        same(found(jlp.quantize(shifted, fmt, implementation="ffi")), expected)
+        same(found(jlp.quantize_both(shifted, fmt, implementation="ffi")[0]), expected)
+
+
+@pytest.mark.parametrize("fmt", [jlp.Float8Rows(), jlp.Int8Rows()], ids=format_name)
+@pytest.mark.parametrize("columns", [8192, 8200], ids=str)
+def test_large_matrices_have_the_bytes_of_parts(fmt, columns, isa):
+    x = jax.random.normal(jax.random.key(0), (1032, columns), jnp.bfloat16)
+    whole = jlp.quantize(x, fmt, implementation="ffi")
+    parts = [jlp.quantize(part, fmt, implementation="ffi") for part in jnp.split(x, 3)]
+    assert_same_bytes(whole.data, jnp.concatenate([part.data for part in parts]))
+    assert_same_bytes(whole.scale, jnp.concatenate([part.scale for part in parts]))
+
+
 @every_format
 @given(x=any_floats())
 def test_any_floats(fmt, x):

@@ -4,11 +4,13 @@
 #pragma once
 
 #include <new>
+#include <vector>
 
 #include "../../numerics/row_scales.h"
 #include "../kernels.h"
 #include "codes.h"
 #include "gather_amaxes.h"
+#include "line_steps.h"
 #include "lines.h"
 #include "random.h"
 
@@ -45,7 +47,7 @@ JLP_RULE U8 line_codes(const F32 (&x)[4], float least, Factors factors, Random r
   F32 scaled[4];
   JLP_UNROLL(4)
   for (int k = 0; k < 4; ++k) {
-    const LineFactors<F32> f = factors(k);
+    const LineFactors<F32>& f = factors(k);
     scaled[k] = L::scaled(x[k], kDivides ? f.unit : f.encode);
     const F32 y = kDivides ? line_quotient(scaled[k], f.divisor, f.encode) : scaled[k];
     if constexpr (kInteger) {
@@ -94,7 +96,11 @@ struct QuantizeLines {
   static constexpr int kStep = 4 * kLanes;              // elements whose codes fill a vector
   static constexpr int kTile = std::max(kPacket, 256);  // columns of a tile: whole packets
   static constexpr int64_t kStripColumns = 8 * kTile;
+  static constexpr int64_t kTogetherBytes = 16 * 1024;       // of rows whose amaxes are found before their codes are made
+  static constexpr int64_t kStreamedFrom = 8 * 1024 * 1024;  // bytes of codes: no processor's own cache holds them
+  static constexpr int kLeastBySteps = 512;                  // columns: fewer are not worth what the steps take to find
   using FactorsOfRows = FactorsOfLines<kColumnTileRows>;
+  using Steps = LineSteps<E, Element, kStochastic>;
   using FactorsOfColumns = FactorsOfLines<kTile>;
 
   static int64_t chunks_per_matrix(const QuantizeProblem& p) {
@@ -107,14 +113,8 @@ struct QuantizeLines {
     const LineScales rule(p.format);
     if (!p.columnwise.data) {
       const int64_t last = std::min((chunk + 1) * rows_each(p), p.rows);
-      for (int64_t row = chunk * rows_each(p); row < last; ++row) {
-        const Storage* from = x + row * p.columns;
-        const float amax =
-            p.rowwise.tensor ? p.rowwise.tensor[batch * p.rows + row] : Lanes<float>::from_bits(amax_of<E>(from, p.columns));
-        const FactorsOfLines<kLanes> factors(rule, &amax, 1, p.rowwise.scale, batch * p.rows + row);
-        factors.poisoned(0) ? write_zeros(p, batch, row, 0, p.columns)
-                            : encode_row(p, batch, row, 0, p.columns, from, factors.of(0));
-      }
+      for (int64_t row = chunk * rows_each(p); row < last; row += rows_together(p))
+        encode_rows(p, rule, batch, row, static_cast<int>(std::min(last - row, rows_together(p))), x + row * p.columns);
       return;
     }
     const int64_t across = divide_up(p.columns, kStripColumns), first = chunk / across * kColumnTileRows;
@@ -124,13 +124,20 @@ struct QuantizeLines {
     const int64_t line = batch * p.rows + first;
     const FactorsOfRows of_rows(rule, p.rowwise.data ? p.rowwise.tensor + line : none, rows,
                                 start == 0 ? p.rowwise.scale : nullptr, line);
+    std::vector<Steps> steps;
+    steps.reserve(rows);
+    for (int r = 0; r < rows && p.rowwise.data; ++r) steps.push_back(steps_of(p, of_rows, r, last - start));
     for (int64_t column = start; column < last; column += kTile)
-      encode_tile(p, rule, batch, first, rows, column, x + first * p.columns + column, of_rows);
+      encode_tile(p, rule, batch, first, rows, column, x + first * p.columns + column, of_rows, steps.data());
   }
 
  private:
   static int64_t rows_each(const QuantizeProblem& p) {
     return std::max<int64_t>(1, elements_of_chunk(p.rows * p.columns) / std::max<int64_t>(p.columns, 1));
+  }
+  static int64_t rows_together(const QuantizeProblem& p) {
+    const int64_t bytes = std::max<int64_t>(p.columns, 1) * sizeof(Storage);
+    return std::clamp<int64_t>(kTogetherBytes / bytes, 1, kLanes);
   }
   static float least_code(const QuantizeProblem& p) {
     return p.format.scale_rule == ScaleRule::kCompressedTensors ? -128.0f : -127.0f;
@@ -146,23 +153,66 @@ struct QuantizeLines {
     for (int k = 0; k < 4; ++k) v[k] = E::load_lanes(x + k * kLanes);
   }
 
-  /// `count` elements of a row from `column` on, whole packets before them, quantised rowwise.
+  /// `count` rows, rowwise: their amaxes, if they are not given, then their codes, while the next rows are fetched.
+  static void encode_rows(const QuantizeProblem& p, const LineScales& rule, int64_t batch, int64_t row, int count,
+                          const Storage* x) {
+    float amaxes[kLanes];
+    const int64_t line = batch * p.rows + row;
+    for (int r = 0; r < count && !p.rowwise.tensor; ++r)
+      amaxes[r] = Lanes<float>::from_bits(amax_of<E>(x + r * p.columns, p.columns));
+    const FactorsOfLines<kLanes> factors(rule, p.rowwise.tensor ? p.rowwise.tensor + line : amaxes, count, p.rowwise.scale,
+                                         line);
+    for (int r = 0; r < count; ++r)
+      encode_row(p, batch, row + r, 0, p.columns, x + r * p.columns, factors, r, steps_of(p, factors, r, p.columns),
+                 count * p.columns);
+  }
+
+  /// The steps of the codes of a row of which `columns` are quantised.
+  template <class Factors>
+  static Steps steps_of(const QuantizeProblem& p, const Factors& of_rows, int r, int64_t columns) {
+    const LineFactors<F32> factors = of_rows.of(r);
+    return Steps(columns < kLeastBySteps || of_rows.poisoned(r) ? 0.0f : of_rows.scale[r],
+                 [&](const Storage* x) { return codes_to_nearest(x, least_code(p), factors); });
+  }
+
+  /// Codes of kStep elements of a row, to nearest.
+  JLP_RULE U8 codes_to_nearest(const Storage* x, float least, const LineFactors<F32>& factors) {
+    F32 v[4];
+    load_step(x, v);
+    return line_codes<Element, false, kDivides>(
+        v, least, [&](int) -> const LineFactors<F32>& { return factors; }, [](int) { return U32{}; });
+  }
+
+  /// `count` elements of row `row` of the matrix, the r-th of `of_rows`, from `column` on, whole packets before them,
+  /// quantised rowwise. What lies `ahead` elements further on is fetched, if that is not 0.
+  template <class Factors>
   static void encode_row(const QuantizeProblem& p, int64_t batch, int64_t row, int64_t column, int64_t count,
-                         const Storage* x, const LineFactors<F32> factors) {
+                         const Storage* x, const Factors& of_rows, int r, const Steps& steps, int64_t ahead) {
+    if (of_rows.poisoned(r)) return write_zeros(p, batch, row, column, count);
     uint8_t* data = codes_of(p, batch, row, column);
+    const bool streams =
+        p.batch * p.rows * p.columns >= kStreamedFrom && reinterpret_cast<uintptr_t>(data) % JLP_VECTOR_BYTES == 0;
+    const LineFactors<F32> factors = of_rows.of(r);
     const Random random = p.rowwise.random.of(batch);
     const float least = least_code(p);
     alignas(64) uint8_t bytes[kPacket];
     const auto codes_at = [&](const Storage* from, int64_t i) {
-      if (kStochastic && i % kPacket == 0) random_bytes(random, row, column + i, count - i, bytes);
+      if constexpr (!kStochastic) return codes_to_nearest(from, least, factors);
+      if (i % kPacket == 0) random_bytes(random, row, column + i, count - i, bytes);
       F32 v[4];
       load_step(from, v);
       return line_codes<Element, kStochastic, kDivides>(
-          v, least, [&](int) { return factors; },
-          [&](int k) { return kStochastic ? load_u8(bytes + i % kPacket + k * kLanes) : U32{}; });
+          v, least, [&](int) -> const LineFactors<F32>& { return factors; },
+          [&](int k) { return load_u8(bytes + i % kPacket + k * kLanes); });
     };
     const int64_t whole = count / kStep * kStep;
-    for (int64_t i = 0; i < whole; i += kStep) store(data + i, codes_at(x + i, i));
+    for (int64_t i = 0; i < whole; i += kStep) {
+      for (size_t line = 0; ahead && line < kStep * sizeof *x; line += 64)
+        __builtin_prefetch(reinterpret_cast<const char*>(x + i + ahead) + line, 0, 2);  // to the second cache
+      U8 codes;
+      if (!steps.encode(x + i, codes)) codes = codes_at(x + i, i);
+      streams ? stream(data + i, codes) : store(data + i, codes);
+    }
     if (whole == count) return;
     alignas(64) Storage padded[kStep] = {};
     memcpy(padded, x + whole, (count - whole) * sizeof *x);
@@ -197,7 +247,7 @@ struct QuantizeLines {
 
   /// A tile of up to kColumnTileRows x kTile: its columns' codes are made row by row, then transposed.
   static void encode_tile(const QuantizeProblem& p, const LineScales& rule, int64_t batch, int64_t first_row, int rows,
-                          int64_t column, const Storage* x, const FactorsOfRows& of_rows) {
+                          int64_t column, const Storage* x, const FactorsOfRows& of_rows, const Steps* steps) {
     const int columns = static_cast<int>(std::min<int64_t>(kTile, p.columns - column));
     const int64_t line = batch * p.columns + column;
     const FactorsOfColumns of_columns(rule, p.columnwise.tensor + line, columns,
@@ -208,9 +258,7 @@ struct QuantizeLines {
     for (int r = 0; r < rows; ++r, x += p.columns) {
       for (size_t i = 0; i < columns * sizeof *x; i += 64)
         __builtin_prefetch(reinterpret_cast<const char*>(x + 4 * p.columns) + i);
-      if (p.rowwise.data)
-        of_rows.poisoned(r) ? write_zeros(p, batch, first_row + r, column, columns)
-                            : encode_row(p, batch, first_row + r, column, columns, x, of_rows.of(r));
+      if (p.rowwise.data) encode_row(p, batch, first_row + r, column, columns, x, of_rows, r, steps[r], 0);
       if (kStochastic && r % kBlock == 0) t.take_random(p.columnwise.random.of(batch), first_row + r, column, columns);
       const Storage* from = x;
       if (columns < kTile) memcpy(t.padded, x, columns * sizeof *x), from = t.padded;
