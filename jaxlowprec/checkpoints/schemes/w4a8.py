@@ -6,7 +6,7 @@ Weights are those of `w4a16` and `mxfp4`. The configuration says what an engine 
     w4afp8       FP8, each token by itself       packed as `w4a16`, which vLLM reads; compressed-tensors itself does not
     mxfp4_fp8    FP8, 128 elements together      packed as `mxfp4`
 
-Source: compressed-tensors 0.20; vLLM 0.32.
+Source: compressed-tensors 0.20; vLLM 0.32; `packed_scale_t` of CUTLASS.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ def _with_inputs(config: dict[str, Any], activations: Mapping[str, Any]) -> dict
 class W4AFloat8(PackedInt4):
     """Compressed-tensors "pack-quantized" with activations in FP8, each token by itself (W4AFP8).
 
-    vLLM's kernel for Hopper rounds the scales of groups to E4M3, so it serves weights that are up to 6 % off.
+    vLLM's kernel for Hopper rounds the scales of groups to E4M3, and their products with codes again, so it serves
+    weights that are up to 10 % off, 3.4 % root mean square.
     """
 
     name: ClassVar[str] = "w4afp8"
