@@ -33,8 +33,9 @@ def quotient(a: jax.Array | float, b: jax.Array | float) -> jax.Array:
     """
 
     def by_cpus(a: jax.Array, b: jax.Array) -> jax.Array:
-        if b.shape != jnp.broadcast_shapes(a.shape, b.shape):  # XLA would multiply by the reciprocal of a repeated one
-            b = jax.lax.optimization_barrier(jnp.broadcast_to(b, a.shape))
+        # XLA would multiply by the reciprocal of a repeated b. Selected by a, it is repeated by jax.vmap, too.
+        if b.shape != jnp.broadcast_shapes(a.shape, b.shape):
+            b = jax.lax.optimization_barrier(jnp.where(jnp.isnan(a), 1, b))
         return a / b
 
     a, b = jnp.asarray(a, jnp.float32), jnp.asarray(b, jnp.float32)

@@ -79,6 +79,12 @@ class TestDivided:
         assert_same_numbers(divided(F(a), every), quotient(F(a), every))
         assert_same_numbers(divided(every, F(a)), quotient(every, F(a)))
 
+    def test_a_number_for_all_of_a_batch(self):
+        """XLA would multiply by its reciprocal."""
+        a = np.random.default_rng(3).standard_normal((7, 300)).astype(np.float32)
+        each = jax.jit(jax.vmap(lambda a: exact.quotient(a, 127.0)))
+        np.testing.assert_array_equal(np.asarray(each(a)), a / np.float32(127))
+
     def test_cpus_divide_the_same(self):
         a, b = any_floats(1 << 18, 5), any_floats(1 << 18, 6)
         assert_same_numbers(jax.jit(exact.quotient)(a, b), quotient(a, b))
