@@ -183,7 +183,8 @@ def _portable(op: str, platform: str, formats: tuple[Format, ...]) -> str:
         product = "XLA's product of operands decoded to bfloat16"
     if op != "grouped_matmul":
         return product
-    return product + (", by ragged_dot" if platform == "tpu" else ", a chunk of each group's rows at a time")
+    by_chunks = platform != "tpu" or all(fmt.element == "int8" for fmt in formats)
+    return product + (", a chunk of each group's rows at a time" if by_chunks else ", by ragged_dot")
 
 
 def _has_kernel_for_tpus(fmt: Format) -> bool:

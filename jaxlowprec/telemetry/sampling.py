@@ -236,7 +236,8 @@ class WithinGroups:
         q = jax.tree.map(replicated, q)
         exact = replicated(operand.x if operand.axis is None else lines(operand.x, -2))
         taken = places(q.columns, exact.shape[0])
-        scale = q.scale if q.format.scaling == "tensor" else q.scale[taken]
+        scaling = q.format.scaling
+        scale = q.scale if scaling == "tensor" else q.scale[:, taken] if scaling == "rows" else q.scale[taken]
         slots = in_slots(dataclasses.replace(q, data=q.data[taken], scale=scale, columns=len(taken)))
         return slots.take(exact.T), dequantize(slots.quantized, dtype=jnp.float32)
 

@@ -63,6 +63,8 @@ class TestOnTheCpu:
         for op in ("dequantize", "fake_quantize", "hadamard_transform"):
             assert jlp.supported(recipe, op=op).reason.startswith(f"cpu: {op} NVFP4 1x16")
         assert jlp.supported(recipe, op="grouped_matmul").supported
+        ok, why = jlp.supported(jlp.Int8RowScaling(), op="grouped_matmul")
+        assert ok and "exact integer dot products" in why and "reference" not in why
 
     def test_without_the_library_the_reference_runs(self):
         code = "import jaxlowprec as jlp; print(jlp.supported(jlp.NVFP4BlockScaling()))"
@@ -228,6 +230,8 @@ class TestPortable:
         pair = (jlp.MXFP8(), jlp.MXFP8())
         assert "decoded to bfloat16, by ragged_dot, because" in support.runs("grouped_matmul", "tpu", pair).why
         assert "a chunk of each group's rows at a time" in support.runs("grouped_matmul", "rocm", pair).why
+        integers = support.runs("grouped_matmul", "tpu", (jlp.Int8Rows(), jlp.Int8Rows("bfloat16"))).why
+        assert "exact sums in int32, a chunk of each group's rows at a time" in integers
 
     def test_an_implementation_that_the_environment_chooses(self, monkeypatch):
         for name in ("portable", "reference"):

@@ -15,7 +15,7 @@ from tests.sharding.meshes import mesh_of
 
 HIDDEN, DEVICES = 64, 2  # half of it is one block of MXFP8
 RECIPES = {"nvfp4": jlp.NVFP4BlockScaling(), "mxfp8": jlp.MXFP8BlockScaling(), "int4_qat": jlp.Int4QAT(group_size=32)}
-RECIPES |= {"bf16": None}
+RECIPES |= {"int8_rows": jlp.Int8RowScaling(disable_stochastic_rounding=True), "bf16": None}
 each_library = pytest.mark.parametrize("library", LIBRARIES.values(), ids=LIBRARIES)
 
 

@@ -1,6 +1,7 @@
 """Eight bits by rows in layers: training multiplies what is served, and the backward pass follows its roles."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ from flax import nnx
 import jaxlowprec as jlp
 from jaxlowprec.arrays.row_formats import LEAST_SCALE_SERVED
 from jaxlowprec.checkpoints import schemes
+from jaxlowprec.ops.quantize.random_bits import key_words, slice_words
 from tests.helpers import assert_same_bytes, random_array
 
 RECIPES = {"fp8": jlp.Float8RowScaling(), "int8": jlp.Int8RowScaling()}
@@ -113,6 +115,101 @@ def test_what_is_trained_is_what_is_exported(name, scheme):
     assert stored["weight_scale"].dtype == jnp.bfloat16 and type(loaded.format) is type(weight)
 
 
+class TestExperts:
+    """Rows in groups: a step is that of the experts, each with its rows alone."""
+
+    SIZES = np.array([20, 0, 45, 1, 20], np.int32)  # and rows of none
+
+    @pytest.mark.parametrize("name", [*RECIPES, *SERVED])
+    def test_a_step_is_that_of_each_expert_alone(self, name):
+        recipe = {**NEAREST, **SERVED}[name]
+        x, w = random_array((96, 64), "bfloat16"), random_array((5, 64, 96), "float32", 1)
+        dy = random_array((96, 96), "bfloat16", 5)
+
+        @jax.jit
+        def step(x, w, dy, sizes):
+            y, back = jax.vjp(lambda x, w: jlp.grouped_matmul(x, w, sizes, recipe=recipe), x, w)
+            return y, *back(dy)
+
+        found = step(x, w, dy, self.SIZES)
+        expected = [np.zeros(v.shape, v.dtype) for v in found]
+        for e, end in enumerate(np.cumsum(self.SIZES)):
+            rows = slice(int(end) - int(self.SIZES[e]), int(end))
+            if self.SIZES[e]:
+                y, back = jax.vjp(functools.partial(jlp.linear, recipe=recipe), x[rows], w[e])
+                dx, dw = back(dy[rows])
+                expected[0][rows], expected[1][rows], expected[2][e] = y, dx, dw
+        if name in RECIPES:
+            assert_same_bytes(found, tuple(expected))
+        else:  # gradients are products in high precision, added up in XLA's order
+            assert_same_bytes(found[0], expected[0])
+            for a, b in zip(found, expected, strict=True):
+                np.testing.assert_allclose(np.float32(a), np.float32(b), rtol=2**-7, atol=0.02)
+
+    @by_name
+    def test_random_bits_are_those_of_each_expert_alone(self, name):
+        recipe = RECIPES[name]
+        x, w = random_array((96, 64), "bfloat16"), random_array((5, 64, 96), "float32", 1)
+        dy, key = random_array((96, 96), "bfloat16", 5), jax.random.key(3)
+        back = jax.vjp(lambda x, w: jlp.grouped_matmul(x, w, self.SIZES, recipe=recipe, key=key), x, w)[1]
+        dx, dw = jax.jit(back)(dy)
+        words = slice_words(key_words("test", key, ()), (5,))
+        rows = slice(20, 65)
+        alone = jax.vjp(lambda x, w: jlp.linear(x, w, recipe=recipe, key=words[2]), x[rows], w[2])[1](dy[rows])
+        assert_same_bytes((dx[rows], dw[2]), alone)
+
+    @pytest.mark.parametrize("saved", ["quantized", "recompute"])
+    @by_name
+    def test_the_fused_mlp_is_its_products(self, name, saved):
+        x, shapes = random_array((96, 64), "bfloat16"), [(5, 64, 32), (5, 64, 32), (5, 32, 64)]
+        kernels = [random_array(shape, "float32", 1 + i) for i, shape in enumerate(shapes)]
+        recipe, sizes = NEAREST[name], jnp.asarray(self.SIZES)
+
+        def separate(x, kernels):
+            gate, up = (jlp.grouped_matmul(x, w, sizes, recipe=recipe) for w in kernels[:2])
+            return jlp.grouped_matmul(jlp.swiglu(gate, up), kernels[2], sizes, recipe=recipe)
+
+        def fused(x, kernels):
+            return jlp.grouped_mlp(x, kernels, sizes, recipe=recipe, saved=saved)
+
+        found, expected = (
+            jax.jit(lambda x, w, f=f: (f(x, w), jax.grad(lambda w: f(x, w).astype(jnp.float32).sum())(w)))(x, kernels)
+            for f in (fused, separate)
+        )
+        assert_same_bytes(found, expected)
+
+    @by_name
+    def test_a_block_of_experts_learns(self, name):
+        block = jlp.nnx.MoE(5, 64, 32, top_k=2, rngs=nnx.Rngs(0), dtype=jnp.bfloat16)
+        x = random_array((4, 24, 64), "bfloat16")
+
+        def loss(block):
+            y, _ = block(x)
+            return jnp.square(y.astype(jnp.float32)).mean()
+
+        def step(recipe):
+            with jlp.autocast(recipe, enabled=recipe is not None):
+                return nnx.jit(nnx.value_and_grad(loss))(block)
+
+        (value, gradients), (exact, wanted) = step(RECIPES[name]), step(None)
+        np.testing.assert_allclose(value, exact, rtol=0.05)
+        for a, b in zip(jax.tree.leaves(gradients), jax.tree.leaves(wanted), strict=True):
+            assert float(jnp.linalg.norm(a - b)) <= 0.2 * float(jnp.linalg.norm(b))
+
+    def test_loaded_experts_are_multiplied_as_they_serve(self):
+        """W8A8: by quantised activations under the recipe, else by activations in high precision."""
+        x, w = random_array((96, 64), "bfloat16"), random_array((5, 64, 96), "bfloat16", 1)
+        q = jlp.quantize(w, jlp.Int8Rows("bfloat16"), axis=-2)
+        sizes = jnp.asarray(self.SIZES)
+        recipe = SERVED["W8A8"]
+        served = jlp.grouped_matmul(x, q, sizes, recipe=recipe)
+        assert_same_bytes(served, jlp.grouped_matmul(x, w.astype(jnp.float32), sizes, recipe=recipe))
+        plain, rows = jlp.grouped_matmul(x, q, sizes), slice(20, 65)
+        alone = jax.tree.map(lambda leaf: leaf[2], q)
+        assert_same_bytes(plain[rows], jlp.linear(x[rows], alone))
+        assert (served != plain).any()
+
+
 class TestAsServed:
     @as_served
     def test_forward_is_the_product_that_serves(self, name):
@@ -175,7 +272,3 @@ class TestBadInput:
     def test_activations_that_do_not_meet_the_weights(self, options, error, message):
         with pytest.raises(error, match=message):
             jlp.WeightQAT(jlp.Int8Rows("bfloat16"), **options)
-
-    def test_experts_say_what_to_do(self):
-        with jlp.autocast(RECIPES["int8"]), pytest.raises(NotImplementedError, match="PerLayer"):
-            jlp.grouped_matmul(jnp.ones((8, 64)), jnp.ones((2, 64, 32)), jnp.array([4, 4]))

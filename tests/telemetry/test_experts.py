@@ -17,7 +17,8 @@ from tests.sharding.meshes import by_axis_type, mesh_of, place
 
 NEAREST = jlp.NVFP4BlockScaling(disable_stochastic_rounding=True)
 MXFP8 = jlp.MXFP8BlockScaling()
-RECIPES = [NEAREST, MXFP8, jlp.Float8BlockScaling(), jlp.Float8CurrentScaling()]
+ROWS_OF_8_BITS = jlp.Int8RowScaling(disable_stochastic_rounding=True)
+RECIPES = [NEAREST, MXFP8, jlp.Float8BlockScaling(), jlp.Float8CurrentScaling(), ROWS_OF_8_BITS, jlp.Float8RowScaling()]
 ROWS, K, N = 150, 64, 96
 X, DY = random_array((ROWS, K), "bfloat16", 1), random_array((ROWS, N), "bfloat16", 2)
 W = random_array((4, K, N), "float32", 3)
@@ -86,7 +87,9 @@ def quantized(rows, axis, role):
 
 
 class TestTelemetry:
-    @pytest.mark.parametrize("recipe", often([MXFP8, RECIPES[3]], RECIPES), ids=lambda r: type(r).__name__)
+    @pytest.mark.parametrize(
+        "recipe", often([MXFP8, RECIPES[3], ROWS_OF_8_BITS], RECIPES), ids=lambda r: type(r).__name__
+    )
     @pytest.mark.parametrize("rows", [1, 37, 128, 150])
     def test_one_group_has_the_statistics_of_its_rows(self, recipe, rows):
         x = np.array(X)

@@ -41,7 +41,6 @@ ffi::Error grouped_matmul(ffi::ThreadPool pool, ffi::AnyBuffer a_data, ffi::AnyB
   const auto bound_a = bind_operand(a_data, a_scale, a_attributes, false, std::nullopt, count);
   const auto bound_b = bind_operand(b_data, b_scale, b_attributes);
   JLP_REQUIRE(bound_a.has_value() && bound_b.has_value() && !bound_a->format.tiles);
-  JLP_REQUIRE(bound_a->format.scaling != Scaling::kRows);
   const Matrices &a = bound_a->matrices, &b = bound_b->matrices, y(*result);
   JLP_REQUIRE(groups.batch() == a.batch && y.batch == a.batch && b.batch == count);
   JLP_REQUIRE(y.rows == a.rows && y.columns == b.rows);
@@ -82,10 +81,10 @@ ffi::Error grouped_wgrad(ffi::ThreadPool pool, ffi::AnyBuffer a_data, ffi::AnyBu
                          ffi::Result<ffi::AnyBuffer> result, ffi::Dictionary a_attributes, ffi::Dictionary b_attributes,
                          int64_t rows, bool accumulate) {
   const auto type = element_type(result->element_type());
-  const auto a_format = decode_format(a_attributes), b_format = decode_format(b_attributes);
+  auto a_format = decode_format(a_attributes), b_format = decode_format(b_attributes);
   JLP_REQUIRE(type.has_value() && a_format.has_value() && b_format.has_value() && Groups::fits(sizes));
   JLP_REQUIRE(!a_format->tiles && !b_format->tiles && a_format->block == b_format->block && rows >= 0);
-  JLP_REQUIRE(a_format->scaling != Scaling::kRows);
+  JLP_REQUIRE(take_scale_type(*a_format, a_scale) && take_scale_type(*b_format, b_scale));
   const Matrices a(a_data), b(b_data), y(*result);
   const Groups groups(sizes, rows);
   const int64_t count = static_cast<int64_t>(groups.all().size()), block = a_format->block;
@@ -93,8 +92,10 @@ ffi::Error grouped_wgrad(ffi::ThreadPool pool, ffi::AnyBuffer a_data, ffi::AnyBu
   JLP_REQUIRE(y.rows == a.rows && y.columns == b.rows);
   const int64_t all_slots = slots(rows, groups.count(), block);
   const bool per_group = a_format->scaling == Scaling::kTensor, two_level = a_format->scaling == Scaling::kTwoLevel;
+  const bool by_lines = a_format->scaling == Scaling::kRows;  // each group has its own scales of lines
   const auto fits = [&](const Format& format, const Matrices& data, const ffi::AnyBuffer& scale) {
-    const int64_t scales = per_group ? count * 4 : data.batch * data.rows * all_slots * format.scale_bytes();
+    const int64_t each = by_lines ? count * data.rows : data.batch * data.rows * all_slots;
+    const int64_t scales = per_group ? count * 4 : each * format.scale_bytes();
     return data.columns == (format.packed() ? all_slots * block / 2 : rows) &&
            static_cast<int64_t>(scale.size_bytes()) == scales;
   };
@@ -110,10 +111,14 @@ ffi::Error grouped_wgrad(ffi::ThreadPool pool, ffi::AnyBuffer a_data, ffi::AnyBu
 
   const auto operand = [&](const Group& group, const Format& format, const Matrices& data, const ffi::AnyBuffer& codes,
                            const ffi::AnyBuffer& scale, const float* amax) {
-    const int64_t line = group.batch * data.rows, slot = group.slot(block), stride = all_slots * format.scale_bytes();
+    const int64_t line = group.batch * data.rows, slot = group.slot(block);
+    const int64_t stride = (by_lines ? 1 : all_slots) * format.scale_bytes();
+    const int64_t first_scale = per_group  ? group.index * 4
+                                : by_lines ? group.index * data.rows * stride
+                                           : line * stride + slot * format.scale_bytes();
     MatmulOperand o{format, bytes(codes) + line * data.columns + (format.packed() ? slot * block / 2 : group.row),
-                    per_group ? bytes(scale) + group.index * 4 : bytes(scale) + line * stride + slot * format.scale_bytes(),
-                    amax ? amax + group.index : nullptr, format.packed() ? format.blocks(group.rows) * block : group.rows};
+                    bytes(scale) + first_scale, amax ? amax + group.index : nullptr,
+                    format.packed() ? format.blocks(group.rows) * block : group.rows};
     o.given_data_stride = data.columns, o.given_scale_stride = per_group ? 0 : stride;
     return o;
   };

@@ -39,6 +39,38 @@ ffi::Error grouped_amax(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer s
   return ffi::Error::Success();
 }
 
+/// x [..., rows, columns], sizes [..., groups] -> [amaxes of rows [..., rows]], amaxes of each group's columns [..., groups,
+/// columns]; 0 in rows that are in no group, and in groups without rows.
+ffi::Error grouped_line_amaxes(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer sizes, ffi::RemainingRets results,
+                               bool rows) {
+  const auto type = element_type(x.element_type());
+  JLP_REQUIRE(type.has_value() && Groups::fits(sizes) && results.size() == static_cast<size_t>(rows) + 1);
+  const Matrices m(x);
+  const Groups groups(sizes, m.rows);
+  JLP_REQUIRE(groups.batch() == m.batch || groups.all().empty());
+  uint32_t *of_rows = nullptr, *of_columns = nullptr;
+  for (size_t i = 0; i < results.size(); ++i) {
+    auto result = results.get<ffi::Buffer<ffi::F32>>(i);
+    if (result.has_error()) return result.error();
+    const bool is_rows = rows && i == 0;
+    const int64_t count = is_rows ? m.batch * m.rows : static_cast<int64_t>(groups.all().size()) * m.columns;
+    JLP_REQUIRE(static_cast<int64_t>((*result)->element_count()) == count);
+    uint32_t* bits = reinterpret_cast<uint32_t*>((*result)->typed_data());
+    clear(pool, bits, count);
+    (is_rows ? of_rows : of_columns) = bits;
+  }
+  std::vector<LineAmaxesProblem> problems;
+  for (const Group& group : groups.all()) {
+    if (group.rows * m.columns == 0) continue;
+    const int64_t row = group.batch * m.rows + group.row;
+    const auto* first = static_cast<const uint8_t*>(x.untyped_data()) + row * m.columns * element_bytes(*type);
+    problems.push_back(
+        {first, *type, 1, group.rows, m.columns, of_rows ? of_rows + row : nullptr, of_columns + group.index * m.columns});
+  }
+  run_all(pool, problems);
+  return ffi::Error::Success();
+}
+
 /// A direction's results for all groups: where a group's lie, and zeros where none does.
 struct GroupedResult {
   const Format& format;
@@ -47,6 +79,8 @@ struct GroupedResult {
   uint8_t *data, *scale;
 
   bool per_group() const { return format.scaling == Scaling::kTensor; }
+  /// Whether each column has a scale in each group: those of a group lie together.
+  bool per_column() const { return format.scaling == Scaling::kRows && columnwise; }
   int64_t lines() const { return columnwise ? columns : rows; }
   int64_t slots() const { return jaxlowprec::slots(rows, groups, format.block); }
   int64_t slot_bytes() const { return format.block / 2; }  // of packed codes
@@ -55,7 +89,7 @@ struct GroupedResult {
     return format.packed() ? slots() * slot_bytes() : rows;
   }
   int64_t scale_bytes() const {  // of a line
-    return (columnwise ? slots() : format.blocks(columns)) * format.scale_bytes();
+    return (per_column() ? groups : columnwise ? slots() : format.scale_columns(columns)) * format.scale_bytes();
   }
   int64_t scales(int64_t batch) const { return per_group() ? batch * groups * 4 : batch * lines() * scale_bytes(); }
 
@@ -67,7 +101,8 @@ struct GroupedResult {
     if (!columnwise) return;
     direction.data += format.packed() ? slot * slot_bytes() : group.row;
     direction.data_stride = line_bytes();
-    if (per_group()) return;
+    if (per_column()) direction.scale = scale + group.index * columns * format.scale_bytes();
+    if (per_group() || per_column()) return;
     direction.scale += slot * format.scale_bytes();
     direction.scale_stride = scale_bytes();
   }
@@ -113,7 +148,8 @@ struct GroupedResult {
                      for (const Gap& gap : gaps) {
                        if (format.packed())
                          std::memset(data + line * line_bytes() + gap.first * slot_bytes(), 0, gap.count * slot_bytes());
-                       if (!per_group()) std::memset(scale + line * scale_bytes() + gap.first * size, 0, gap.count * size);
+                       if (!per_group() && !per_column())
+                         std::memset(scale + line * scale_bytes() + gap.first * size, 0, gap.count * size);
                      }
                      if (!format.packed())
                        std::memset(data + line * line_bytes() + all.end(batch), 0, rows - all.end(batch));
@@ -123,29 +159,33 @@ struct GroupedResult {
 };
 
 /// x [..., rows, columns], sizes [..., groups], for formats with a tensor scale an amax [..., groups] a direction, or the
-/// encode scale (only kTensor), and for stochastic rounding keys [..., groups, 2] and, a direction, the indices of its lines
-/// and of their sixteens, those along the rows counted from each group's first -> data and scale per direction.
+/// encode scale (only kTensor), for scales of lines the amaxes of rows [..., rows], which may be left out if only rows are
+/// quantised, and those of each group's columns [..., groups, columns], and for stochastic rounding keys [..., groups, 2]
+/// and, a direction, the indices of its lines and of their sixteens, those along the rows counted from each group's first ->
+/// data and scale per direction.
 ffi::Error grouped_quantize(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer sizes, ffi::RemainingArgs args,
                             ffi::RemainingRets results, ffi::Dictionary format_attributes, bool rowwise, bool columnwise,
                             bool rotate_columns, bool stochastic, bool encode_scale_given, bool eden, int32_t sign_mask) {
   const auto type = element_type(x.element_type());
-  const auto format = decode_format(format_attributes);
-  JLP_REQUIRE(type.has_value() && format.has_value() && format->code != CodeType::kInt4 &&
-              format->scaling != Scaling::kRows);
+  auto format = decode_format(format_attributes);
+  JLP_REQUIRE(type.has_value() && format.has_value() && format->code != CodeType::kInt4);
   JLP_REQUIRE(!format->tiles && Groups::fits(sizes));
-  const bool has_tensor = format->scaling == Scaling::kTwoLevel || format->scaling == Scaling::kTensor;
-  const size_t directions = rowwise + columnwise, tensors = has_tensor ? directions : 0;
+  const size_t directions = rowwise + columnwise, random = stochastic ? 1 + 2 * directions : 0;
+  const bool by_lines = format->scaling == Scaling::kRows;
+  const bool has_tensor = format->scaling == Scaling::kTwoLevel || format->scaling == Scaling::kTensor ||
+                          (by_lines && (columnwise || args.size() > random));
+  const size_t tensors = has_tensor ? directions : 0;
   JLP_REQUIRE(!rotate_columns || format->scaling == Scaling::kTwoLevel);
   JLP_REQUIRE(!encode_scale_given || format->scaling == Scaling::kTensor);
   JLP_REQUIRE(!eden || (stochastic && format->scaling == Scaling::kTwoLevel));
-  JLP_REQUIRE(args.size() == tensors + (stochastic ? 1 + 2 * directions : 0));
+  JLP_REQUIRE(args.size() == tensors + random);
   JLP_REQUIRE(results.size() == 2 * directions);
   const Matrices m(x);
   const Groups groups(sizes, m.rows);
   JLP_REQUIRE(groups.batch() == m.batch || groups.all().empty());
 
   QuantizeProblem whole{};
-  whole.type = *type, whole.batch = 1, whole.columns = m.columns, whole.format = *format;
+  whole.type = *type, whole.batch = 1, whole.columns = m.columns;
   whole.rotate_columns = rotate_columns, whole.sign_mask = static_cast<uint32_t>(sign_mask);
   whole.encode_scale_given = encode_scale_given, whole.eden = eden;
   std::vector<GroupedResult> wanted;
@@ -154,6 +194,7 @@ ffi::Error grouped_quantize(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuff
     auto data = results.get<ffi::AnyBuffer>(2 * i), scale = results.get<ffi::AnyBuffer>(2 * i + 1);
     if (data.has_error()) return data.error();
     if (scale.has_error()) return scale.error();
+    JLP_REQUIRE(take_scale_type(*format, **scale));
     wanted.push_back({*format, !is_row, m.rows, m.columns, groups.count(), static_cast<uint8_t*>(written(pool, **data)),
                       static_cast<uint8_t*>(written(pool, **scale))});
     const GroupedResult& result = wanted.back();
@@ -163,7 +204,9 @@ ffi::Error grouped_quantize(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuff
     if (has_tensor) {
       const auto tensor = args.get<ffi::Buffer<ffi::F32>>(i);
       if (tensor.has_error()) return tensor.error();
-      JLP_REQUIRE(tensor->element_count() == groups.all().size());
+      const int64_t of_groups = static_cast<int64_t>(groups.all().size());
+      const int64_t each = !by_lines ? of_groups : is_row ? m.batch * m.rows : of_groups * m.columns;
+      JLP_REQUIRE(static_cast<int64_t>(tensor->element_count()) == each);
       direction.tensor = tensor->typed_data();
     }
     if (!stochastic) continue;
@@ -179,6 +222,7 @@ ffi::Error grouped_quantize(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuff
     direction.random = {key->typed_data(), line_ids->typed_data(), sixteen_ids->typed_data(),
                         static_cast<uint32_t>(!is_row) + (eden ? kEdenStream : 0)};
   }
+  whole.format = *format;
   for (const GroupedResult& result : wanted) result.clear_rest(pool, groups);
 
   std::vector<QuantizeProblem> problems;
@@ -191,7 +235,10 @@ ffi::Error grouped_quantize(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuff
     for (const GroupedResult& result : wanted) {
       QuantizeDirection& direction = result.columnwise ? p.columnwise : p.rowwise;
       result.point(direction, group);
-      if (has_tensor) direction.tensor += group.index;
+      if (has_tensor)
+        direction.tensor += !by_lines           ? group.index
+                            : result.columnwise ? group.index * m.columns
+                                                : group.batch * m.rows + group.row;
       if (stochastic) direction.random.key += 2 * group.index;
     }
     problems.push_back(p);
@@ -206,6 +253,9 @@ JLP_DEFINE_CPU_HANDLER(
     grouped_amax, grouped_amax,
     .Arg<ffi::AnyBuffer>().Arg<ffi::AnyBuffer>().RemainingRets().Attr<bool>("plain").Attr<bool>("rotated").Attr<int32_t>(
         "sign_mask"));
+
+JLP_DEFINE_CPU_HANDLER(grouped_line_amaxes, grouped_line_amaxes,
+                       .Arg<ffi::AnyBuffer>().Arg<ffi::AnyBuffer>().RemainingRets().Attr<bool>("rows"));
 
 JLP_DEFINE_CPU_HANDLER(grouped_quantize, grouped_quantize,
                        .Arg<ffi::AnyBuffer>()

@@ -32,6 +32,7 @@
   each(statistics)
 #define JLP_CPU_HANDLERS(each) \
   each(grouped_amax)           \
+  each(grouped_line_amaxes)    \
   each(grouped_quantize)       \
   each(grouped_matmul)         \
   each(grouped_wgrad)          \

@@ -19,7 +19,7 @@ from jaxlowprec.ops.grouped_matmul.quantize_op import GroupedQuantizeSpec, group
 from jaxlowprec.ops.quantize.api import quantize
 from jaxlowprec.ops.quantize.op import amax_field
 from jaxlowprec.ops.rounding import flush, rounded
-from jaxlowprec.ops.scaled_matmul.api import check_pair, check_rotations
+from jaxlowprec.ops.scaled_matmul.api import check_integers, check_pair, check_rotations
 
 
 @functools.partial(
@@ -35,6 +35,7 @@ class GroupedQuantizedArray:
         columnwise   blocks run along the rows of a group, and begin with it; in slots (`groups.Slots`):
                      data [..., C, slots * block / 2], or [..., C, T] for 8-bit codes; scale [..., C, slots]
         amax         float32 [..., E], or None; the scale of Float8Tensor [..., E]; of row-scaled formats [..., T]
+        lines        a scale each, of Float8Rows and Int8Rows: rowwise [..., T, 1], columnwise [..., E, C, 1]
 
     Rows in no group are zero bytes.
 
@@ -103,11 +104,6 @@ def quantize_groups(
         The rowwise and the columnwise array, None where not wanted.
     """
     x, columns = jax.lax.stop_gradient(x), x.shape[-1]
-    if fmt.scaling == "rows":
-        raise NotImplementedError(
-            f"grouped_matmul: {fmt}; rows in groups are not quantised to it yet: leave layers of experts to another "
-            "recipe by PerLayer, for example Float8BlockScaling()"
-        )
     if fmt.row_scaled:
         if columnwise:
             raise NotImplementedError(
@@ -171,6 +167,8 @@ def multiply_groups(
         return _multiply_rows(a, b, bias, out_dtype, implementation, precision)
     columns, depth = b.matrix_shape
     fmt = b.format
+    if a.format.element == "int8":
+        check_integers("grouped_matmul", depth)
     ragged_depth = depth % fmt.length != 0
     ragged_columns = fmt.tiles and columns % fmt.length != 0
     exact = wants_float32_sums(checked_precision("grouped_matmul", precision))
@@ -216,6 +214,8 @@ def multiply_within_groups(
     """
     check_pair("grouped_matmul", a.format, b.format)
     check_rotations("grouped_matmul", a.hadamard, b.hadamard)
+    if a.format.element == "int8":
+        check_integers("grouped_matmul: wgrad, where a group may have all rows", a.rows)
     exact = wants_float32_sums(checked_precision("grouped_matmul", precision))
     given = () if accumulate is None else (accumulate,)
     spec = GroupedMatmulSpec(a.format, b.format, False, False, False, jnp.dtype(out_dtype), exact, bool(given))

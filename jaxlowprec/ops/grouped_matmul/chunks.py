@@ -21,7 +21,7 @@ from jaxlowprec.arrays.formats import BLOCK, Format
 from jaxlowprec.ops.checks import Implementation
 from jaxlowprec.ops.epilogue import Epilogue
 from jaxlowprec.ops.grouped_matmul.groups import Groups, Slots
-from jaxlowprec.ops.grouped_matmul.reference import by_chunks, chunk_of, where_else_zero
+from jaxlowprec.ops.grouped_matmul.reference import by_chunks, chunk_of, columns_of, sums_within_groups
 from jaxlowprec.ops.rounding import widened
 from jaxlowprec.ops.scaled_matmul.op import MatmulSpec, matmul_op
 from jaxlowprec.ops.weight_only_matmul.op import WeightOnlySpec, weight_only_op
@@ -91,7 +91,7 @@ def wgrad(
     sizes: jax.Array,
     *operands: jax.Array,
 ) -> jax.Array:
-    """`grouped_wgrad_op`, sizes second."""
+    """`grouped_wgrad_op`, sizes second; without scales of lines."""
     a_scale, b_data, b_scale, *rest = operands
     amaxes = rest[: 2 * spec.two_level]
     experts, shape = sizes.shape[0], (a_data.shape[0], b_data.shape[0])
@@ -114,6 +114,21 @@ def wgrad(
     return jax.lax.scan(add, before, xs)[0].astype(spec.out_dtype)
 
 
+def sums_of_columns(
+    spec: GroupedMatmulSpec, implementation: Implementation, sizes: jax.Array, a: jax.Array, b: jax.Array
+) -> jax.Array:
+    """`sums_within_groups` of columns with a scale each, by the dense GEMM's kernels."""
+    epilogue = Epilogue(False, True, None, False, jnp.dtype("float32"))
+    dense = MatmulSpec(spec.a_format, spec.b_format, True, True, True, epilogue, None, spec.float32_sums)
+
+    def add(total: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
+        scales = (jnp.ones((v.shape[0], 1), f.scale_dtype) for v, f in ((a, spec.a_format), (b, spec.b_format)))
+        a_scale, b_scale = scales
+        return matmul_op(dense, implementation)(a, a_scale, b, b_scale, total)[0]
+
+    return sums_within_groups(a, b, sizes, add, chunk_rows(a.shape[-1], sizes.shape[0]))
+
+
 def _chunk_of_codes(x: jax.Array, chunk: int) -> Callable[[jax.Array], jax.Array]:
     """`chunk_of` codes or scales."""
     rows_of = chunk_of(wiring.as_bytes(x), chunk)
@@ -127,20 +142,14 @@ def _chunk_of_columns(
     block = max(fmt.length, BLOCK)
     first = groups.first_slots(block)
 
-    def pieces(x: jax.Array, at: jax.Array, count: int, valid: jax.Array) -> jax.Array:
-        """`count` columns of x from `at` on; zeros after the first `valid`."""
-        padded = jnp.pad(wiring.as_bytes(x), ((0, 0), (0, count)))
-        found = jax.lax.dynamic_slice_in_dim(padded, at, count, axis=1)
-        return wiring.from_bytes([where_else_zero(jnp.arange(count) < valid, found)], [x.dtype])[0]
-
     def of_slot(group: jax.Array, within: jax.Array, row: jax.Array, valid: jax.Array) -> tuple[jax.Array, jax.Array]:
         blocks, slot = -(-valid // block), first[group] + within * (chunk // block)
         if fmt.packed:
-            codes = pieces(data, slot * block // 2, chunk // 2, blocks * block // 2)
+            codes = columns_of(data, slot * block // 2, chunk // 2, blocks * block // 2)
         else:
-            codes = pieces(data, row, chunk, valid)
+            codes = columns_of(data, row, chunk, valid)
         if fmt.scaling == "tensor":
             return codes, jnp.where(valid > 0, scale[group], 1.0)
-        return codes, pieces(scale, slot, chunk // block, blocks)
+        return codes, columns_of(scale, slot, chunk // block, blocks)
 
     return of_slot

@@ -41,12 +41,13 @@ def in_slots(q: GroupedQuantizedArray, tensor_block: int = BLOCK) -> InSlots:
     """The array's slots. Without batch axes.
 
     Arguments:
-        tensor_block: rows of a slot, of a columnwise array with one scale for each group: a multiple of 16.
+        tensor_block: rows of a slot, of a columnwise array with one scale for each group, or for each of its columns: a
+            multiple of 16.
     """
     fmt, groups = q.format, Groups.of(q.sizes, q.rows)
     block = BLOCK
     if q.columnwise:
-        block = tensor_block if fmt.scaling == "tensor" else fmt.length
+        block = tensor_block if fmt.scaling in ("tensor", "rows") else fmt.length
     slots = Slots.of(groups, block)
     amax = q.amax
     if amax is not None:
@@ -59,7 +60,7 @@ def in_slots(q: GroupedQuantizedArray, tensor_block: int = BLOCK) -> InSlots:
             data = jnp.moveaxis(q.data.reshape(q.columns, -1, block // 2), 0, 1)
         else:
             data = jnp.swapaxes(_take(slots, q.data.T, block), -1, -2)
-        scale = q.scale[slots.group] if fmt.scaling == "tensor" else q.scale.T[..., None]
+        scale = q.scale[slots.group] if fmt.scaling in ("tensor", "rows") else q.scale.T[..., None]
     axis, shape = -2 if q.columnwise else -1, (block, q.columns)
     made = QuantizedArray(data, scale, amax, None, fmt, shape, jnp.dtype("float32"), axis, q.hadamard)
     return InSlots(slots, block, made)

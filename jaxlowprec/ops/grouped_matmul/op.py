@@ -16,7 +16,7 @@ from jaxlowprec.ops.grouped_matmul import chunks, ragged, reference
 from jaxlowprec.ops.grouped_matmul.groups import Groups
 from jaxlowprec.ops.grouped_matmul.quantize_op import over_batches
 from jaxlowprec.ops.rounding import rounded, widened
-from jaxlowprec.ops.scaled_matmul.reference import alpha, apply_amaxes, products
+from jaxlowprec.ops.scaled_matmul.reference import alpha, apply_amaxes, apply_line_scales, integer_dot, products
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,6 +48,16 @@ class GroupedMatmulSpec:
         return self.a_format.scaling == "two_level"
 
     @property
+    def by_lines(self) -> bool:
+        """Whether each line of a has a scale, and of b, unless that has groups of elements."""
+        return self.a_format.scaling == "rows"
+
+    @property
+    def integers(self) -> bool:
+        """Whether both operands are 8-bit integers, whose sums are exact."""
+        return self.a_format.element == self.b_format.element == "int8"
+
+    @property
     def per_group(self) -> bool:
         """Whether a scale is one number for each group."""
         return self.a_format.scaling == "tensor"
@@ -55,7 +65,8 @@ class GroupedMatmulSpec:
 
 def _rule(spec: GroupedMatmulSpec) -> wiring.ShardingRule:
     """a is [..., T, K], b [..., E, N, K]. N splits (with tiles in whole ones), K in whole blocks; T and E do not."""
-    length, whole, n, scale_n = spec.a_format.length, ["t", "e"], "n", "n"
+    length = max(spec.a_format.length, spec.b_format.length)
+    whole, n, scale_n = ["t", "e"], "n", "n"
     if spec.b_format.tiles and spec.ragged_columns:
         scale_n = "nblocks"
         whole += [n, scale_n]
@@ -64,14 +75,14 @@ def _rule(spec: GroupedMatmulSpec) -> wiring.ShardingRule:
     if spec.per_group:
         operands = ["... t k", "... e", f"... e {n} k", "... e"]
     else:
-        codes = [
-            "k" if spec.ragged_depth else f"(k {'h' if f.packed else 'b'})" for f in (spec.a_format, spec.b_format)
-        ]
+        formats = spec.a_format, spec.b_format
+        codes = ["k" if length == 1 else f"(k {'h' if f.packed else 'b'})" for f in formats]
         if spec.ragged_depth:
-            codes = ["kbytes" if f.packed else "kcodes" for f in (spec.a_format, spec.b_format)]
+            codes = ["kbytes" if f.packed else "kcodes" for f in formats]
             whole += [*dict.fromkeys(codes), "kblocks"]
-        blocks = "kblocks" if spec.ragged_depth else "k"
-        operands = [f"... t {codes[0]}", f"... t {blocks}", f"... e {n} {codes[1]}", f"... e {scale_n} {blocks}"]
+        blocks = ["one" if f.scaling == "rows" else "kblocks" if spec.ragged_depth else "k" for f in formats]
+        operands = [f"... t {codes[0]}", f"... t {blocks[0]}", f"... e {n} {codes[1]}", f"... e {scale_n} {blocks[1]}"]
+        whole += ["one"] * spec.by_lines
     operands += ["... e", *["... e"] * 2 * spec.two_level, *[f"... e {n}"] * spec.bias]
     text = f"{', '.join(operands)} -> ... t {n}"
     sizes: dict[str, Any] = {f: size for f, size in (("b", length), ("h", length // 2)) if f" {f})" in text}
@@ -122,13 +133,30 @@ def grouped_matmul_op(spec: GroupedMatmulSpec, implementation: Implementation) -
     def run_on_tpu(
         a_data: jax.Array, a_scale: jax.Array, b_data: jax.Array, b_scale: jax.Array, sizes: jax.Array, *rest: jax.Array
     ) -> Sequence[jax.Array]:
+        if spec.integers:  # sums of ragged_dot would be in float32
+            return run_by_chunks(a_data, a_scale, b_data, b_scale, sizes, *rest)
         return [over_batches(functools.partial(ragged.matmul, spec))(a_data, sizes, a_scale, b_data, b_scale, *rest)]
 
+    def integer_sums(a_data: jax.Array, sizes: jax.Array, b_data: jax.Array) -> jax.Array:
+        rows_of = reference.chunk_of(a_data)
+
+        def multiply(row: jax.Array, group: jax.Array) -> jax.Array:
+            return integer_dot(rows_of(row), b_data[group])
+
+        return reference.by_chunks(sizes, a_data.shape[0], b_data.shape[-2], jnp.int32, multiply)
+
     def when_reduced(add_up: wiring.AddUp, *operands: jax.Array) -> Sequence[jax.Array]:
-        """If K is split, partial sums (scales applied) are added up in float32 before bias and cast."""
-        plain = dataclasses.replace(spec, bias=False, out_dtype=jnp.dtype("float32"))
-        (partial,) = grouped_matmul_op(plain, implementation)(*operands[:first_extra])
-        total = add_up(partial)
+        """If K is split, partial sums are added up before bias and cast: of integers exactly, and without scales; else
+        with scales, in float32."""
+        if spec.integers:
+            a_data, a_scale, b_data, b_scale, sizes = operands[:5]
+            total = add_up(over_batches(integer_sums)(a_data, sizes, b_data)).astype(jnp.float32)
+            total = rounded(total * bias_of_rows(b_scale[..., 0].astype(jnp.float32), sizes, total.shape[-2]))
+            total = apply_line_scales(total, a_scale)
+        else:
+            plain = dataclasses.replace(spec, bias=False, out_dtype=jnp.dtype("float32"))
+            (partial,) = grouped_matmul_op(plain, implementation)(*operands[:first_extra])
+            total = add_up(partial)
         if spec.bias:
             total = total + bias_of_rows(operands[first_extra], operands[4], total.shape[-2])
         return [total.astype(spec.out_dtype)]
@@ -162,11 +190,11 @@ def grouped_wgrad_op(spec: GroupedMatmulSpec, rows: int, implementation: Impleme
     rows of each group."""
     formats = spec.a_format, spec.b_format
     codes = ["tcodes" if fmt.packed else "t" for fmt in formats]
-    scale = "... e" if spec.per_group else "... {} tblocks"
+    scale = "... e" if spec.per_group else "... e {} one" if spec.by_lines else "... {} tblocks"
     operands = [f"... m {codes[0]}", scale.format("m"), f"... n {codes[1]}", scale.format("n"), "... e"]
     operands += ["... e"] * 2 * spec.two_level + ["... e m n"] * spec.accumulate
     text = f"{', '.join(operands)} -> ... e m n"
-    whole = [f for f in ("t", "tcodes", "tblocks", "e") if f" {f}" in text]
+    whole = [f for f in ("t", "tcodes", "tblocks", "e", "one") if f" {f}" in text]
 
     def outputs(
         a_data: jax.Array, a_scale: jax.Array, b_data: jax.Array, b_scale: jax.Array, sizes: jax.Array, *_: jax.Array
@@ -176,6 +204,9 @@ def grouped_wgrad_op(spec: GroupedMatmulSpec, rows: int, implementation: Impleme
     def one_batch(
         a_data: jax.Array, sizes: jax.Array, a_scale: jax.Array, b_data: jax.Array, b_scale: jax.Array, *rest: jax.Array
     ) -> jax.Array:
+        if spec.by_lines:
+            sums = reference.sums_within_groups(a_data, b_data, sizes)
+            return finished(apply_line_scales(sums.astype(jnp.float32), a_scale, b_scale), sizes, rest)
         a = reference.Columns(a_data, a_scale, formats[0])
         b = reference.Columns(b_data, b_scale, formats[1])
         y = reference.wgrad_terms(a, b, sizes, rows)
@@ -183,9 +214,18 @@ def grouped_wgrad_op(spec: GroupedMatmulSpec, rows: int, implementation: Impleme
             y = rounded(rounded(y * a_scale[:, None, None]) * b_scale[:, None, None])
         if spec.two_level:
             y = rounded(y * alpha(*rest[:2])[:, None, None])
+        return finished(y, sizes, rest)
+
+    def finished(y: jax.Array, sizes: jax.Array, rest: Sequence[jax.Array]) -> jax.Array:
         empty = (Groups.of(sizes, rows).count == 0)[:, None, None]  # whatever its amaxes and scales are
         before = widened(rest[-1]) if spec.accumulate else jnp.zeros_like(y)
         return jnp.where(empty, before, y + before if spec.accumulate else y).astype(spec.out_dtype)
+
+    def lines_by_chunks(
+        a_data: jax.Array, sizes: jax.Array, a_scale: jax.Array, b_data: jax.Array, b_scale: jax.Array, *rest: jax.Array
+    ) -> jax.Array:
+        sums = chunks.sums_of_columns(spec, implementation, sizes, a_data, b_data)
+        return finished(apply_line_scales(sums.astype(jnp.float32), a_scale, b_scale), sizes, rest)
 
     def run_reference(
         a_data: jax.Array, a_scale: jax.Array, b_data: jax.Array, b_scale: jax.Array, sizes: jax.Array, *rest: jax.Array
@@ -203,7 +243,8 @@ def grouped_wgrad_op(spec: GroupedMatmulSpec, rows: int, implementation: Impleme
     def run_by_chunks(
         a_data: jax.Array, a_scale: jax.Array, b_data: jax.Array, b_scale: jax.Array, sizes: jax.Array, *rest: jax.Array
     ) -> Sequence[jax.Array]:
-        multiply = over_batches(functools.partial(chunks.wgrad, spec, implementation, rows))
+        by_chunks = lines_by_chunks if spec.by_lines else functools.partial(chunks.wgrad, spec, implementation, rows)
+        multiply = over_batches(by_chunks)
         return [multiply(a_data, sizes, a_scale, b_data, b_scale, *rest)]
 
     return wiring.define(

@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -25,13 +25,15 @@ from jaxlowprec.arrays.formats import BLOCK, Format
 from jaxlowprec.arrays.hadamard import Hadamard
 from jaxlowprec.ops import amax as amax_op
 from jaxlowprec.ops.amax import Amaxes, largest_over
-from jaxlowprec.ops.checks import Implementation, choose
+from jaxlowprec.ops.checks import Implementation, choose, cpu_only
 from jaxlowprec.ops.grouped_matmul import reference
 from jaxlowprec.ops.grouped_matmul.groups import Groups, Slots, count
 from jaxlowprec.ops.grouped_matmul.reference import largest_of, where_else_zero
+from jaxlowprec.ops.quantize import lines
 from jaxlowprec.ops.quantize import op as quantize_op
 from jaxlowprec.ops.quantize.random_bits import Draws
 from jaxlowprec.ops.quantize.reference import FIRST_STREAM
+from jaxlowprec.ops.rounding import from_bits
 
 TILE = 128  # rows of a kernel's tile; a multiple of every block
 
@@ -60,6 +62,7 @@ class GroupedQuantizeSpec:
         stochastic: random bits round the codes, or the scales if `eden`.
         ragged_columns: C is not a multiple of the elements that must stay together along it.
         eden, encode_scale_given: see `QuantizeSpec`.
+        amaxes_given: the amaxes of rows are an operand, since rows go on elsewhere; only for scales of lines.
     """
 
     format: Any
@@ -70,6 +73,12 @@ class GroupedQuantizeSpec:
     ragged_columns: bool
     eden: bool = False
     encode_scale_given: bool = False
+    amaxes_given: bool = False
+
+    @property
+    def by_lines(self) -> bool:
+        """Whether each row has a scale, or each column in each group."""
+        return self.format.scaling == "rows"
 
     @property
     def directions(self) -> int:
@@ -78,8 +87,9 @@ class GroupedQuantizeSpec:
 
     @property
     def tensors(self) -> int:
-        """The number of operands with a number per group: one per direction if the format has a tensor scale."""
-        return self.directions if self.format.has_tensor_scale else 0
+        """The number of operands with a number per group: one per direction if the format has a tensor scale; or, if
+        they are given, the amaxes of rows."""
+        return self.directions if self.format.has_tensor_scale else int(self.amaxes_given)
 
 
 def _rule(spec: GroupedQuantizeSpec) -> wiring.ShardingRule:
@@ -97,33 +107,38 @@ def _rule(spec: GroupedQuantizeSpec) -> wiring.ShardingRule:
         column, codes = "(c k)", f"(c {'h' if fmt.packed else 'k'})"
         sixteens = "(c g)" if size > BLOCK else "c"
     per_group = fmt.scaling == "tensor"
-    operands = [f"... t {column}", "... e", *["... e"] * spec.tensors, *["... e w"] * spec.stochastic]
+    tensor = "... t" if spec.amaxes_given else "... e"
+    operands = [f"... t {column}", "... e", *[tensor] * spec.tensors, *["... e w"] * spec.stochastic]
     results = []
+    row_scales, column_scales = f"... t {blocks}", f"... {column} tblocks"
+    if spec.by_lines:
+        row_scales, column_scales = "... t one", f"... e {column} one"
+        whole += ["one"]
     if spec.rowwise:
         operands += ["t", sixteens] * spec.stochastic
-        results += [f"... t {codes}", "... e" if per_group else f"... t {blocks}"]
+        results += [f"... t {codes}", "... e" if per_group else row_scales]
     if spec.columnwise:
         operands += [column, "tsixteens"] * spec.stochastic
         results += [
             f"... {column} {'tcodes' if fmt.packed else 't'}",
-            "... e" if per_group else f"... {column} tblocks",
+            "... e" if per_group else column_scales,
         ]
     text = f"{', '.join(operands)} -> {', '.join(results)}"
     used = set(re.findall(r"\w+", text))
-    return wiring.ShardingRule(
-        text, whole=[f for f in dict.fromkeys(whole) if f in used], **{f: n for f, n in sizes.items() if f in used}
-    )
+    reductions = ["c"] if spec.by_lines and spec.rowwise and not spec.amaxes_given and "c" not in whole else []
+    sizes = {f: n for f, n in sizes.items() if f in used}
+    return wiring.ShardingRule(text, reductions, [f for f in dict.fromkeys(whole) if f in used], **sizes)
 
 
 @functools.cache
 def grouped_quantize_op(spec: GroupedQuantizeSpec, implementation: Implementation) -> wiring.Op:
     """x [..., T, C], sizes [..., E], an amax [..., E] (or encode scale) per direction for formats with a tensor scale,
-    then if stochastic keys [..., E, 2] and indices of lines and sixteens per direction -> codes and scales per
-    direction.
+    or the amaxes of rows [..., T] if they are given, then if stochastic keys [..., E, 2] and indices of lines and
+    sixteens per direction -> codes and scales per direction.
 
     Indices along T are counted from each group's first row.
     """
-    fmt = spec.format
+    fmt, chosen = spec.format, choose("grouped_matmul", implementation)
 
     def outputs(x: jax.Array, sizes: jax.Array, *_: jax.Array) -> wiring.Shapes:
         *batch, rows, columns = x.shape
@@ -132,6 +147,10 @@ def grouped_quantize_op(spec: GroupedQuantizeSpec, implementation: Implementatio
             if not wanted:
                 continue
             line = columns if columnwise else rows
+            if spec.by_lines:
+                scales = (*(sizes.shape if columnwise else batch), line, 1)
+                shapes += [((*batch, line, rows if columnwise else columns), fmt.data_dtype), (scales, fmt.scale_dtype)]
+                continue
             blocks = count(rows, sizes.shape[-1], fmt.length) if columnwise else -(-columns // fmt.length)
             codes = blocks * fmt.length // 2 if fmt.packed else rows if columnwise else columns
             scales = sizes.shape if fmt.scaling == "tensor" else (*batch, line, blocks)
@@ -142,7 +161,7 @@ def grouped_quantize_op(spec: GroupedQuantizeSpec, implementation: Implementatio
         tensors, random = operands[: spec.tensors], operands[spec.tensors :]
         out: list[jax.Array] = []
         for i in range(spec.directions):
-            tensor = tensors[i] if tensors else None
+            tensor = tensors[i] if i < len(tensors) else None
             columnwise = i == 1 or not spec.rowwise
             stream = columnwise + (FIRST_STREAM if spec.eden else 0)
             draws = Draws(random[0], random[1 + 2 * i], random[2 + 2 * i], stream) if random else None
@@ -161,7 +180,10 @@ def grouped_quantize_op(spec: GroupedQuantizeSpec, implementation: Implementatio
 
     def run_native(x: jax.Array, sizes: jax.Array, *operands: jax.Array) -> Sequence[jax.Array]:
         results = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in outputs(x, sizes)]
-        return jax.ffi.ffi_call("jaxlowprec_grouped_quantize", results)(
+        if spec.by_lines and spec.columnwise:  # all rows come before the first code
+            operands = (*_native_amaxes_of_lines(spec, x, sizes, operands[: spec.tensors]), *operands[spec.tensors :])
+        call = jax.ffi.ffi_call("jaxlowprec_grouped_quantize", results)
+        found = call(
             x,
             sizes,
             *operands,
@@ -174,12 +196,23 @@ def grouped_quantize_op(spec: GroupedQuantizeSpec, implementation: Implementatio
             eden=spec.eden,
             sign_mask=_mask(spec.hadamard),
         )
+        if spec.by_lines and spec.columnwise:
+            of_zeros = lines.stored_scales(jnp.zeros(()), fmt)
+            empty = over_batches(_is_empty)(x, sizes)[..., None, None]
+            found = [*found[:-1], jnp.where(empty, of_zeros, found[-1])]
+        return found
 
     def run_on_gpu(x: jax.Array, sizes: jax.Array, *operands: jax.Array) -> Sequence[jax.Array]:
         if x.size == 0:
             return run_reference(x, sizes, *operands)
         shared = range(spec.tensors + spec.stochastic, len(operands))
         return over_batches(functools.partial(quantize, spec))(x, sizes, *operands, shared=shared)
+
+    def when_split(axes: Mapping[str, Any], x: jax.Array, *operands: jax.Array) -> Sequence[jax.Array]:
+        """The amaxes of rows that are split come first, and then the codes of each part."""
+        amaxes = from_bits(jax.lax.pmax(lines.amax_bits(x), axes["c"]))
+        given = dataclasses.replace(spec, amaxes_given=True)
+        return grouped_quantize_op(given, implementation)(x, operands[0], amaxes, *operands[1:])
 
     return wiring.define(
         "jaxlowprec_grouped_quantize",
@@ -188,14 +221,32 @@ def grouped_quantize_op(spec: GroupedQuantizeSpec, implementation: Implementatio
         reference=run_reference,
         native={"cpu": run_native, "cuda": run_on_gpu},
         fenced=True,
-        **choose("grouped_matmul", implementation),
+        when_split=when_split if spec.by_lines else None,
+        **(cpu_only(chosen, "scales of rows") if spec.by_lines else chosen),
     )
+
+
+def _is_empty(x: jax.Array, sizes: jax.Array) -> jax.Array:
+    """Whether each group has no rows, [E]."""
+    return Groups.of(sizes, x.shape[0]).count == 0
+
+
+def _native_amaxes_of_lines(
+    spec: GroupedQuantizeSpec, x: jax.Array, sizes: jax.Array, given: Sequence[jax.Array]
+) -> list[jax.Array]:
+    """The amaxes of rows [..., T], if the spec wants them, and of each group's columns [..., E, C]."""
+    rows = spec.rowwise and not given
+    shapes = [x.shape[:-1]] * rows + [(*sizes.shape, x.shape[-1])]
+    results = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    return [*given, *jax.ffi.ffi_call("jaxlowprec_grouped_line_amaxes", results)(x, sizes, rows=rows)]
 
 
 def _nothing(shape: tuple[int, ...], dtype: jax.typing.DTypeLike, fmt: Format) -> jax.Array:
     """Codes or scales of an array without elements."""
     if jnp.dtype(dtype).itemsize == 1:
         return jax.lax.bitcast_convert_type(jnp.zeros(shape, jnp.uint8), dtype)
+    if fmt.scaling == "rows":
+        return jnp.broadcast_to(lines.stored_scales(jnp.zeros(()), fmt), shape)
     return jnp.full(shape, 1.0 if fmt.scaling == "tensor" else 0.0, dtype)
 
 

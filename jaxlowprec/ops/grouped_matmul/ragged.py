@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxlowprec.ops.grouped_matmul.groups import Groups
 from jaxlowprec.ops.rounding import rounded
 from jaxlowprec.ops.scaled_matmul import portable
-from jaxlowprec.ops.scaled_matmul.reference import alpha
+from jaxlowprec.ops.scaled_matmul.reference import alpha, apply_line_scales
 from jaxlowprec.ops.weight_only_matmul import reference as weight_only_reference
 from jaxlowprec.ops.weight_only_matmul.portable import exact_dtype
 
@@ -40,6 +40,10 @@ def matmul(
         y = rounded(rounded(y * _of_rows(a_scale, sizes, y)) * _of_rows(b_scale, sizes, y))
     if spec.two_level:
         y = rounded(y * _of_rows(alpha(*rest[:2]), sizes, y))
+    if spec.by_lines:
+        if spec.b_format.scaling == "rows":
+            y = rounded(y * _of_rows(b_scale[..., 0].astype(jnp.float32), sizes, y)[:, 0])
+        y = apply_line_scales(y, a_scale)
     return _finished(y, sizes, rest[-1] if spec.bias else None, spec.out_dtype)
 
 
@@ -73,9 +77,9 @@ def _multiply(sizes: jax.Array, a: jax.Array, b: jax.Array, precision: jax.lax.P
 
 
 def _of_rows(numbers: jax.Array, sizes: jax.Array, y: jax.Array) -> jax.Array:
-    """A number of each group [E] for its rows [T, 1]; 0 for rows in no group."""
+    """Numbers of each group [E, ...] for its rows [T, 1, ...]; 0 for rows in no group."""
     group = Groups.of(sizes, y.shape[0]).of_rows()
-    return jnp.take(numbers, group, mode="fill", fill_value=0)[:, None]
+    return jnp.take(numbers, group, axis=0, mode="fill", fill_value=0)[:, None]
 
 
 def _finished(y: jax.Array, sizes: jax.Array, bias: jax.Array | None, dtype: jax.typing.DTypeLike) -> jax.Array:

@@ -46,6 +46,11 @@ def line_scales(bits: jax.Array, fmt: Format) -> tuple[jax.Array, jax.Array | No
     return jnp.where(poisoned, jnp.nan, scale), encode
 
 
+def stored_scales(amax: jax.Array, fmt: Format) -> jax.Array:
+    """The scales [..., 1] of lines with these amaxes [...], in the format's dtype."""
+    return line_scales(magnitude_bits(amax).astype(jnp.int32)[..., None], fmt)[0].astype(fmt.scale_dtype)
+
+
 def line_codes(
     values: jax.Array, scale: jax.Array, encode: jax.Array | None, fmt: Format, byte: jax.Array | None
 ) -> jax.Array:

@@ -247,12 +247,8 @@ def _run(
     if a.format.row_scaled or b.format.row_scaled:
         return _run_lines(a, b, epilogue, extras, way)
     depth = a.data.shape[-1] * (a.data.shape[-3] if way.rows_split == "both" else 1)
-    if a.format.element == "int8" and depth > MOST_INTEGERS:
-        raise ValueError(
-            f"scaled_matmul: the contracted axis has {depth} elements; int32 holds the sums of {MOST_INTEGERS} "
-            "products of 8-bit integers: multiply parts of it and add the products up, or keep this product in high "
-            "precision"
-        )
+    if a.format.element == "int8":
+        check_integers("scaled_matmul", depth)
     if way.rows_split == "both" and a.format.scaling != b.format.scaling:
         raise NotImplementedError(
             f"scaled_matmul: the contracted rows of {a.format} by {b.format} are split; {b.format} is for weights"
@@ -336,6 +332,15 @@ def _multiply(
     operands: tuple[jax.Array, ...], spec: MatmulSpec, implementation: Implementation
 ) -> tuple[jax.Array, ...]:
     return matmul_op(spec, implementation)(*jax.lax.stop_gradient(operands))
+
+
+def check_integers(who: str, depth: int) -> None:
+    """Raises ValueError unless int32 holds the sums of so many products of 8-bit integers."""
+    if depth > MOST_INTEGERS:
+        raise ValueError(
+            f"{who}: the contracted axis has {depth} elements; int32 holds the sums of {MOST_INTEGERS} products of "
+            "8-bit integers: multiply parts of it and add the products up, or keep this product in high precision"
+        )
 
 
 def check_pair(who: str, a: Format, b: Format) -> None:

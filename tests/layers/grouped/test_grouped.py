@@ -21,6 +21,11 @@ from tests.products import kept
 from tests.sharding.meshes import by_axis_type, mesh_of, place
 
 RECIPES = {name: recipe for name, recipe in STRUCTURES.items() if name not in ("bf16", "fp8_delayed")}
+RECIPES |= {
+    "int8_rows": jlp.Int8RowScaling(),
+    "fp8_rows": jlp.Float8RowScaling(fp8_format="HYBRID"),
+    "w4a8": jlp.WeightQAT(jlp.Int4(32), activation_format=jlp.Int8Rows()),
+}
 ON_MESHES = recipes("nvfp4", "mxfp8", "fp8_block", "fp8_current", "int4_qat")
 by_recipe = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 SIZES = {

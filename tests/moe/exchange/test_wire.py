@@ -206,6 +206,7 @@ def test_codes_travel():
         (HYBRID, jlp.MXFP8(), jlp.MXFP8("e5m2")),
         (jlp.NVFP4BlockScaling(), jlp.MXFP8(), jlp.MXFP8()),
         (jlp.Float8CurrentScaling(), jlp.MXFP8(), jlp.MXFP8()),
+        (jlp.Int8RowScaling(), jlp.MXFP8(), jlp.MXFP8()),
         (jlp.Float8BlockScaling(use_f32_scales=True), jlp.MXFP8(), jlp.MXFP8()),
         (jlp.MXFP8BlockScaling(backward_override="high_precision"), jlp.MXFP8(), None),
         (None, None, None),

@@ -18,6 +18,7 @@ from tests.against_oracle import quantized as quantized_by_oracle
 from tests.eager import evaluated, jlp
 from tests.helpers import CHOSEN_SCALES, as_bytes, assert_same_bytes, format_name, often, random_array
 from tests.ops.implementations import compiled
+from tests.ops.matmul.groups import SIZES, WITH_ROWS, groups_of, words_of
 
 pytestmark = pytest.mark.sampled(7)
 
@@ -33,16 +34,6 @@ FORMATS = (
     jlp.Float8Block("e5m2", power_of_two=False),
     jlp.Float8Tensor(),
 )
-SIZES = {  # of groups; rows; columns. Sizes are operands: cases of one shape are one compilation
-    "uneven": ([5, 0, 37, 1, 82, 0, 15], 140, 160),
-    "rows in none": ([5, 20, 0, 0, 0, 0, 0], 140, 160),
-    "one takes all": ([0, 0, 140, 0, 0, 0, 0], 140, 160),
-    "single tokens": ([1] * 7, 140, 160),
-    "more than there are": ([30, 100, -4, 400, 0, 0, 1], 140, 160),
-    "all empty": ([0] * 7, 140, 160),
-    "odd columns": ([3, 0, 20, 9, 0, 1], 33, 33),
-    "no rows": ([0, 0], 0, 32),
-}
 by_format = pytest.mark.parametrize("fmt", FORMATS, ids=format_name)
 by_sizes = pytest.mark.parametrize("case", SIZES)
 ROUNDINGS = ["nearest", "stochastic"]
@@ -50,23 +41,8 @@ by_rounding = pytest.mark.parametrize("stochastic", [False, True], ids=ROUNDINGS
 by_implementation = pytest.mark.parametrize("implementation", ["reference", "ffi"])
 
 
-def groups_of(sizes, rows):
-    """(index, first row, last row + 1) of the groups that have any."""
-    row, found = 0, []
-    for index, size in enumerate(sizes):
-        end = row + max(0, min(size, rows - row))
-        if end > row:
-            found.append((index, row, end))
-        row = end
-    return found
-
-
 def rotation_of(fmt):
     return Hadamard() if isinstance(fmt, jlp.NVFP4) else None
-
-
-def words_of(groups):
-    return jnp.asarray(np.random.default_rng(7).integers(0, 2**32, (groups, 2), dtype=np.uint32))
 
 
 @functools.cache
@@ -238,7 +214,6 @@ PAIRS = (  # of rows and weights
     (jlp.Float8Tensor(), jlp.Float8Tensor("e5m2")),
 )
 by_pair = pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: " by ".join(map(format_name, pair)))
-WITH_ROWS = [case for case in SIZES if case != "no rows"]
 
 
 def test_sizes_whose_sum_is_no_int32_end_with_the_rows():

@@ -154,7 +154,13 @@ def test_a_quantised_weight_is_decoded_for_one_product(fmt):
 class TestGroups:
     SIZES = ([5, 0, 37, 1, 82, 0, 15], 140, 160)
 
-    @pytest.fixture(params=[PAIRS[0], PAIRS[2], PAIRS[5], PAIRS[7]], ids=lambda pair: format_name(pair[0]))
+    BY_ROWS = [
+        (jlp.Float8Rows(), jlp.Float8Rows(scale_dtype="bfloat16")),
+        (jlp.Int8Rows(), jlp.Int4(32)),
+        (jlp.Int8Rows(), jlp.MXFP4()),
+    ]
+
+    @pytest.fixture(params=[PAIRS[0], PAIRS[2], PAIRS[5], PAIRS[7], *BY_ROWS], ids=pair_name)
     def groups(self, request):
         sizes, rows, depth = self.SIZES
         sizes = jnp.asarray(sizes, jnp.int32)

@@ -272,10 +272,11 @@ struct QuantizeLines {
                                   v, least, [&](int k) { return of_columns.from(i + k * kLanes); }, byte));
       }
     }
-    uint8_t* data = p.columnwise.data + line * p.rows + first_row;
-    store_transposed(t.codes[0], kTile, rows, columns, data, rows, p.rows);
+    const int64_t stride = p.columnwise.data_stride ? p.columnwise.data_stride : p.rows;
+    uint8_t* data = p.columnwise.data + line * stride + first_row;
+    store_transposed(t.codes[0], kTile, rows, columns, data, rows, stride);
     for (int c = 0; c < columns; ++c)
-      if (of_columns.poisoned(c)) memset(data + c * p.rows, 0, rows);
+      if (of_columns.poisoned(c)) memset(data + c * stride, 0, rows);
   }
 };
 
