@@ -14,7 +14,7 @@ from jaxlowprec.arguments import shown
 from jaxlowprec.arrays.quantized_array import QuantizedArray, check_quantized
 from jaxlowprec.ops.byte_collectives import exchanged, gathered, names_of, size_along
 from jaxlowprec.ops.checks import axis_from_the_front, mesh_axes
-from jaxlowprec.ops.rounding import from_bits, magnitude_bits
+from jaxlowprec.ops.rounding import from_bits, magnitude_bits, widened
 from jaxlowprec.wiring.defining import varying_axes
 
 AxisName = Hashable
@@ -214,8 +214,8 @@ def _shared(x: jax.Array, shards: jax.Array, axis_name: AxisName) -> jax.Array:
     """A number that all shards should have; NaN if they differ."""
     if _is_shared(x, shards, axis_name):
         return x
-    largest, alike = _agreed(magnitude_bits(x), axis_name)
-    return jnp.where(alike, from_bits(largest), jnp.nan)
+    largest, alike = _agreed(magnitude_bits(widened(x)), axis_name)
+    return jnp.where(alike, from_bits(largest), jnp.nan).astype(x.dtype)
 
 
 def _with_shared_signs(scale: jax.Array, q: QuantizedArray, axis_name: AxisName) -> tuple[jax.Array, jax.Array | None]:

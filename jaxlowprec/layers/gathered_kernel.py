@@ -16,6 +16,7 @@ from jaxlowprec.arguments import a_text
 from jaxlowprec.layers.collectives import all_gather_quantized
 from jaxlowprec.layers.layer_call import sum_randomness
 from jaxlowprec.layers.linear import check_kernel_to_quantize, quantized_once
+from jaxlowprec.layers.operands import Shard
 from jaxlowprec.layers.product import QuantizedKernel, sum_over_devices
 from jaxlowprec.layers.residuals import in_profiles
 from jaxlowprec.ops.byte_collectives import Axes, names_of
@@ -90,8 +91,8 @@ def all_gather_kernel(
             "(Float8CurrentScaling)"
         )
     shard = jax.lax.stop_gradient(kernel)
-    options: Any = {"name": name, "state": None, "key": key, "module_type": module_type, "axes": axis_name}
-    part = quantized_once(who, shard, recipe, **options)
+    options: Any = {"name": name, "state": None, "key": key, "module_type": module_type}
+    part = quantized_once(who, shard, recipe, shard=Shard(axis_name, axis), **options)
     if part is None or own is None:
         return jax.lax.all_gather(kernel, axes, axis=kernel.ndim + axis, tiled=True), None
     with in_profiles(name, "gather weight"):

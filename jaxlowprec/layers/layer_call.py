@@ -22,7 +22,7 @@ from jaxlowprec.arrays.formats import Format
 from jaxlowprec.arrays.quantized_array import QuantizedArray, check_quantized
 from jaxlowprec.layers import delayed_scaling, weight_only
 from jaxlowprec.layers.accumulating import Total, total_for
-from jaxlowprec.layers.operands import weight_both_ways
+from jaxlowprec.layers.operands import Shard, weight_both_ways
 from jaxlowprec.layers.product import GemmOperands, GemmSpec, QuantizedKernel, States
 from jaxlowprec.layers.quantized_matmul import quantized_matmuls, recording
 from jaxlowprec.layers.residuals import in_profiles
@@ -406,13 +406,13 @@ def quantized_weight(
     key: jax.Array | None,
     name: str,
     encode: jax.Array | None = None,
-    axis_name: Any = None,
+    shard: Shard | None = None,
 ) -> QuantizedKernel:
     """A kernel [..., K, N] in the forms that GEMMs with these roles read.
 
-    `encode`: of delayed scaling. `axis_name`: mesh axes that the kernel is a shard along, in shard_map.
+    `encode`: of delayed scaling. `shard`: how the kernel is one.
     """
     randomness = weight_randomness(who, roles, key, kernel.shape, name)
     options: Any = {"requantized": "weight" in roles.requantized, "randomness": randomness, "encode": encode}
-    options |= {"axis_name": axis_name, "served_dtype": roles.served_dtype}
+    options |= {"shard": shard, "served_dtype": roles.served_dtype}
     return QuantizedKernel(*weight_both_ways(kernel, *roles.forms("weight"), **options))

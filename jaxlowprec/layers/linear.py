@@ -16,6 +16,7 @@ from jaxlowprec.arrays.quantized_array import QuantizedArray
 from jaxlowprec.layers import delayed_scaling, weight_only
 from jaxlowprec.layers.layer_call import LayerCall, layer_call, quantized_weight
 from jaxlowprec.layers.low_rank import LoRAKernel, add_product, check_adapter
+from jaxlowprec.layers.operands import Shard
 from jaxlowprec.layers.options import LayerSettings, LinearOptions
 from jaxlowprec.layers.product import QuantizedKernel
 from jaxlowprec.layers.residuals import in_profiles, tag_product
@@ -87,16 +88,16 @@ def quantized_once(
     state: Any,
     key: Any,
     module_type: ModuleType,
-    axes: Any = None,
+    shard: Shard | None = None,
 ) -> QuantizedKernel | None:
     """A kernel [..., K, N] quantised as a recipe says, or None if the recipe keeps it in high precision.
 
-    `axes`: mesh axes that it is a shard along, in shard_map.
+    `shard`: how it is one.
     """
     recipe, given = resolve(who, recipe, name), resolve(who, recipe)
     if recipe is None or given is None or not (roles := given.roles(module_type, name)).quantizes_weight:
         return None
-    if axes is not None and roles.draws_for_weight:
+    if shard is not None and roles.draws_for_weight:
         raise ValueError(
             f"{who}: {given} draws signs or bits for the weight, which would differ from shard to shard; gather the "
             "kernel in high precision, or use another recipe"
@@ -105,7 +106,7 @@ def quantized_once(
     if roles.ste is not None and column is not None:
         weight_only.check_whole_blocks(who, name, kernel, column.format)
         with in_profiles(name, "quantize weight"):
-            served = weight_only.quantize_weight(kernel, column.format, roles.served_dtype, axes)
+            served = weight_only.quantize_weight(kernel, column.format, roles.served_dtype, shard)
             return QuantizedKernel(None, served, weight_only=True)
     encode = None
     if recipe.delayed is not None and column is not None:
@@ -113,7 +114,7 @@ def quantized_once(
         state = delayed_scaling.check_state(who, recipe.delayed, state, experts)
         encode = delayed_scaling.encode_scale(recipe.delayed, state, "kernel", column.format.maximum)
     with in_profiles(name, "quantize weight"):
-        return quantized_weight(who, roles, kernel, key, name, encode, axes)
+        return quantized_weight(who, roles, kernel, key, name, encode, shard)
 
 
 def kernel_matrices(kernel: Any, batch: int, contracted: int) -> jax.Array:

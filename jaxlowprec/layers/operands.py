@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, TypedDict
+from typing import Any, NamedTuple, TypedDict
 
 import jax
 import jax.numpy as jnp
 
+from jaxlowprec.arrays.formats import Format
 from jaxlowprec.arrays.quantized_array import QuantizedArray
 from jaxlowprec.ops.amax import Amaxes
 from jaxlowprec.ops.amax import amax as tensor_amax
@@ -71,6 +72,22 @@ def alike(row: Role | None, column: Role | None) -> bool:
     return (row.format, row.rounding) == (column.format, column.rounding)
 
 
+class Shard(NamedTuple):
+    """How an array is a shard of a whole one, in shard_map.
+
+    Attributes:
+        axis_name: the mesh axes along which the shards lie.
+        axis: the axis of the array that is split, -1 or -2.
+    """
+
+    axis_name: Any
+    axis: int
+
+    def axis_name_of(self, fmt: Format, axis: int) -> Any:
+        """`axis_name` of `quantize`, along an axis: scales of lines that are whole do not depend on other shards."""
+        return None if fmt.scaling == "rows" and axis != self.axis else self.axis_name
+
+
 class FormOptions(TypedDict, total=False):
     """Options of `both_ways` for rows of every kind, see there."""
 
@@ -92,17 +109,19 @@ def both_ways(
     rows_split: bool = False,
     sign_key: jax.Array | None = None,
     row_sign_key: jax.Array | None = None,
-    axis_name: Any = None,
+    shard: Shard | None = None,
 ) -> tuple[Any, Any]:
     """x quantised rowwise and columnwise, None where there is no role; in one pass if the roles allow it.
 
     `words`: for stochastic rounding. `sign_key`, `row_sign_key`: for a rotation with drawn signs, of the columnwise and
-    of the rowwise form; see `quantize`. `axis_name`: mesh axes that x is a shard along, in shard_map.
+    of the rowwise form; see `quantize`. `shard`: how x is one.
     """
-    options: Any = {"encode_scale": encode, "rows_split": rows_split, "axis_name": axis_name}
+    options: Any = {"encode_scale": encode, "rows_split": rows_split}
     row_amax, column_amax = amax or (None, None)
-    if row is not None and column is not None and alike(row, column):
+    in_one_pass = alike(row, column) and not (shard and row is not None and row.format.scaling == "rows")
+    if row is not None and column is not None and in_one_pass:
         options["sign_key"] = sign_key if column.draws_signs else None
+        options["axis_name"] = shard and shard.axis_name
         return quantize_both(
             x,
             row.format,
@@ -128,6 +147,7 @@ def both_ways(
             key=used,
             amax=amax,
             sign_key=signs,
+            axis_name=shard and shard.axis_name_of(role.format, axis),
             **options,
         )
 
@@ -150,7 +170,7 @@ def weight_both_ways(
     served_dtype: str | None = None,
     encode: jax.Array | None = None,
     randomness: Randomness | None = None,
-    axis_name: Any = None,
+    shard: Shard | None = None,
 ) -> tuple[Any, Any]:
     """A weight [..., K, N] quantised rowwise, for dgrad, and columnwise, for fprop; see `both_ways`.
 
@@ -160,7 +180,7 @@ def weight_both_ways(
         randomness: the source of the bits and the signs that the rowwise form takes, if it takes some; see
             `Roles.draws_for_weight`.
     """
-    given: Any = {"encode": encode, "axis_name": axis_name}
+    given: Any = {"encode": encode, "shard": shard}
     w = rounded_to(w, served_dtype)
     drawn: Any = {}
     if row is not None and randomness is not None:

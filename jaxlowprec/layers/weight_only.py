@@ -24,7 +24,7 @@ from jaxlowprec import wiring
 from jaxlowprec.arrays.formats import Format
 from jaxlowprec.arrays.quantized_array import QuantizedArray, check_quantized
 from jaxlowprec.layers.measured import measured_weight
-from jaxlowprec.layers.operands import rounded_to
+from jaxlowprec.layers.operands import Shard, rounded_to
 from jaxlowprec.layers.residuals import (
     CHECKPOINT_NAMES,
     bias_gradient,
@@ -128,13 +128,10 @@ def matmuls(
 
 
 def quantize_weight(
-    w: Float[Array, "*B K N"], fmt: Format, served_dtype: str | None, axis_name: Any = None
+    w: Float[Array, "*B K N"], fmt: Format, served_dtype: str | None, shard: Shard | None = None
 ) -> QuantizedArray:
-    """A weight as it is served: rounded to the served model's dtype, then quantised along K.
-
-    `axis_name`: mesh axes that w is a shard along, in shard_map.
-    """
-    q = quantize(rounded_to(w, served_dtype), fmt, axis=-2, axis_name=axis_name)
+    """A weight as it is served: rounded to the served model's dtype, then quantised along K. `shard`: how w is one."""
+    q = quantize(rounded_to(w, served_dtype), fmt, axis=-2, axis_name=shard and shard.axis_name_of(fmt, -2))
     return dataclasses.replace(q, dtype=w.dtype)
 
 

@@ -17,6 +17,7 @@ from jaxlowprec.arrays.hadamard import Hadamard, as_hadamard
 from jaxlowprec.arrays.quantized_array import QuantizedArray
 from jaxlowprec.ops.amax import amax as tensor_amax
 from jaxlowprec.ops.amax import largest_over
+from jaxlowprec.ops.byte_collectives import names_of
 from jaxlowprec.ops.checks import Implementation, last_axis, mesh_axes
 from jaxlowprec.ops.hadamard import hadamard_transform, sign_source, signs_of
 from jaxlowprec.ops.int4.op import quantize_int4
@@ -33,6 +34,7 @@ from jaxlowprec.ops.quantize.checks import (
 )
 from jaxlowprec.ops.quantize.op import (
     QuantizeSpec,
+    amaxes_of_lines,
     quantize_op,
     quantized_array,
     quantized_arrays,
@@ -91,7 +93,9 @@ def quantize(
             the column in multiples of 16 (of rows for axis -2). From 0 on and below 2^32; a JAX array is taken modulo
             that.
         axis_name: inside `jax.shard_map`, the mesh axis or axes that x is a shard along: x's own amax is then that of
-            the whole array. Outside of shard_map a mesh needs no argument.
+            the whole array. For Float8Rows and Int8Rows, those along which the lines go on, and their amaxes are those
+            of whole lines: leave it out where each device has whole lines. Outside of shard_map a mesh needs no
+            argument.
         rows_split: x is [..., S, M, K], one tensor whose rows are split into S parts, with one amax: codes and scales
             are those of the matrix [..., S * M, K], its rows numbered through, but stay in parts, and a mesh may split
             both S and M. For axis -2, M is a multiple of the block. `amax`, `encode_scale` and keys then have only the
@@ -156,10 +160,10 @@ def quantize(
     tensor = given_tensor(who, fmt, amax, encode_scale, batch)
     if fmt.scaling == "float16":
         return quantize_int4(x, fmt, axis, implementation)
-    _check_whole_lines(who, fmt, axis_name)
     if fmt.row_scaled:
+        _check_whole_lines(who, fmt, axis_name)
         return _quantize_lines(x, fmt, axis, implementation)
-    if axis_name is not None and tensor is None and fmt.has_tensor_scale:
+    if axis_name is not None and tensor is None and (fmt.has_tensor_scale or fmt.scaling == "rows"):
         mesh_axes(who, axis_name)
     call = _Call(
         fmt, rotation, encode_scale is not None, axis_name, rows_split, implementation, eden=rounding == "eden"
@@ -255,7 +259,8 @@ def quantize_both(
             implementation=implementation,
             **options,
         )
-    _check_whole_lines(who, fmt, axis_name)
+    if fmt.scaling == "rows":
+        _check_whole_lines(who, fmt, axis_name)
     tensors = [given_tensor(who, fmt, a, encode_scale, batch) for a in amax or (None, None)]
     words = random_words(who, row_rounding, key, batch)
     if axis_name is not None and tensors[0] is None and fmt.has_tensor_scale:
@@ -266,11 +271,15 @@ def quantize_both(
 
 def _check_whole_lines(who: str, fmt: Format, axis_name: Any) -> None:
     """Raises ValueError for mesh axes that may split lines which are scaled by their own amaxes."""
-    if axis_name is not None and (fmt.row_scaled or fmt.scaling == "rows"):
-        raise ValueError(
-            f"{who}: axis_name={shown(axis_name)} was given, but {fmt} scales each line by its own amax, and a shard "
-            "along the lines does not know the others'; gather x, or leave it out where each device has whole lines"
-        )
+    if axis_name is None:
+        return
+    remedy = "gather x, or leave it out where each device has whole lines"
+    if not fmt.row_scaled:
+        remedy = "call quantize for each way, with axis_name= for the one whose lines are split"
+    raise ValueError(
+        f"{who}: axis_name={shown(axis_name)} was given, but {fmt} scales each line by its own amax, and a shard along "
+        f"the lines does not know the others'; {remedy}"
+    )
 
 
 class _Call(NamedTuple):
@@ -327,6 +336,9 @@ def _quantize(
         (tensor,) = call.amaxes(x, fused is None, fused)
     spec = call.spec(x, (not columnwise, columnwise), fused, words is not None)
     tensors = [] if tensor is None else [tensor]
+    if spec.by_lines and call.axis_name is not None:
+        tensors = amaxes_of_lines(spec, dict.fromkeys("cr", names_of(call.axis_name)), x)
+        spec = dataclasses.replace(spec, amaxes_given=True)
     found = quantize_op(spec, call.implementation)(x, *tensors, *random_operands(spec, x, words, offset))
     return quantized_array(found, tensor, spec, like=(shape, x.dtype), along=(axis, rotation, signs))
 

@@ -194,7 +194,7 @@ def quantize_op(spec: QuantizeSpec, implementation: Implementation) -> wiring.Op
     def when_split(axes: Mapping[str, Any], x: jax.Array, *operands: jax.Array) -> Sequence[jax.Array]:
         """The amaxes of lines that are split come first, and then the codes of each part."""
         given = dataclasses.replace(spec, amaxes_given=True)
-        return quantize_op(given, implementation)(x, *_amaxes_of_lines(spec, axes, x), *operands)
+        return quantize_op(given, implementation)(x, *amaxes_of_lines(spec, axes, x), *operands)
 
     calls = reference_call, native_call, tpu_call
     bodies: list[Callable] = [*(functools.partial(call, spec) for call in calls), run_on_gpu]
@@ -213,7 +213,7 @@ def quantize_op(spec: QuantizeSpec, implementation: Implementation) -> wiring.Op
     )
 
 
-def _amaxes_of_lines(spec: QuantizeSpec, axes: Mapping[str, Any], x: jax.Array) -> list[jax.Array]:
+def amaxes_of_lines(spec: QuantizeSpec, axes: Mapping[str, Any], x: jax.Array) -> list[jax.Array]:
     """The amaxes of x's rows [..., S, R] and of its columns [..., C], as the spec wants them.
 
     x is [..., S, R, C] or [..., R, C]; `axes` has the mesh axes that split each of these.
