@@ -51,7 +51,7 @@ WEIGHTS: tuple[tuple[str, Format], ...] = (
     ("float32", NVFP4()),
     ("float32", _ANY),
 )
-IN_GROUPS = (NVFP4(), MXFP8(), Float8Block(), Float8Tensor())
+IN_GROUPS = (NVFP4(), MXFP8(), Float8Block(), Float8Tensor(), Float8Rows(), Int8Rows())
 
 
 class RunOn(NamedTuple):

@@ -224,7 +224,7 @@ def items() -> Iterator[Item]:
     yield Item("quantize NVFP4 1x16 rotated, eden", _eden)
     for fmt in (NVFP4(), MXFP8(), Float8Tensor()):
         yield Item(f"quantize {name_of(fmt)} in the program that rounds to it", functools.partial(_in_a_program, fmt))
-    for fmt in (NVFP4(), MXFP8(), Float8Block(), Float8Tensor()):
+    for fmt in (NVFP4(), MXFP8(), Float8Block(), Float8Tensor(), Float8Rows(), Int8Rows()):
         yield Item(f"quantize {name_of(fmt)} of groups", functools.partial(_groups, fmt))
     yield Item("scaled_matmul Int8Rows x Int8Rows", _integers)
     yield Item("hadamard_transform", _rotations)
