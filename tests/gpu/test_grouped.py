@@ -110,6 +110,27 @@ def test_a_layer_and_its_gradients_are_near_the_cpus(cpu, gpu, recipe):
         assert not sides[1][0][min(rows, int(sizes.clip(0).sum())) :].any()
 
 
+@pytest.mark.parametrize("recipe", [jlp.Int8RowScaling(), jlp.Float8RowScaling()], ids=lambda r: type(r).__name__)
+def test_eight_bits_by_rows_are_the_cpus(cpu, gpu, recipe):
+    """XLA computes them on GPUs: bytes where rows are quantised, and in products of integers, which are exact."""
+    sizes, rows, _ = CASES[1]
+    x, w = random_array((rows, 128), "bfloat16", 0), random_array((len(sizes), 128, 96), "float32", 1)
+    dy, sizes = random_array((rows, 96), "bfloat16", 2), np.array(sizes, np.int32)
+    words = np.random.default_rng(rows).integers(0, 2**32, (len(sizes), 2), dtype=np.uint32)
+    fmt = recipe.roles().operands("wgrad")[0].format
+
+    def quantised(x, sizes, words):
+        return quantize_groups(x, sizes, fmt, rowwise=True, columnwise=True, words=words)
+
+    def step(x, w, dy, sizes):
+        y, pullback = jax.vjp(lambda x, w: jlp.grouped_matmul(x, w, sizes, recipe=recipe, key=KEY), x, w)
+        return y, *pullback(dy)
+
+    assert_same_bytes_on((cpu, gpu), quantised, x, sizes, words)
+    if fmt.element == "int8":
+        assert_same_bytes_on((cpu, gpu), step, x, w, dy, sizes)
+
+
 @pytest.mark.sanitize
 @pytest.mark.parametrize("fmt", FORMATS, ids=format_name)
 def test_every_kernel_once(cpu, gpu, fmt):

@@ -79,6 +79,22 @@ class TestEveryOp:
         for attribute in (f'element = "{fmt.element}"', f'scaling = "{fmt.scaling}"', f"block = {fmt.length} : i32"):
             assert attribute in quantise.attributes and attribute in dequantise.attributes
 
+    @pytest.mark.parametrize("recipe", [jlp.Int8RowScaling(), jlp.Float8RowScaling()], ids=lambda r: type(r).__name__)
+    def test_rows_in_groups_have_no_kernels_yet(self, recipe):
+        x, w, sizes = jnp.ones((32, 64), jnp.bfloat16), jnp.ones((2, 64, 48)), jnp.array([20, 5], jnp.int32)
+
+        def step(x, w):
+            return jax.grad(lambda x, w: jlp.grouped_matmul(x, w, sizes, recipe=recipe).sum(), (0, 1))(x, w)
+
+        def demanded(x):
+            fmt = recipe.roles().operands("wgrad")[0].format
+            return quantize_groups(x, sizes, fmt, rowwise=True, columnwise=True, implementation="ffi")
+
+        with claiming_cuda(9.0):
+            assert {call.target for call in custom_calls(step, x, w)} <= {"jaxlowprec_amax"}  # for random bits
+            with pytest.raises(NotImplementedError, match="scales of rows have no CUDA kernel yet"):
+                custom_calls(demanded, x)
+
     def test_hadamard(self):
         with claiming_cuda():
             (call,) = custom_calls(lambda x: jlp.hadamard_transform(x, axis=-2, size=32), jnp.ones((64, 48)))

@@ -63,6 +63,18 @@ def groups(x, w):
     )
 
 
+def rows_in_groups(x, w):
+    options = {"rowwise": True, "columnwise": True, "words": np.arange(8, dtype=np.uint32).reshape(4, 2)}
+    row, column = quantize_groups(x, SIZES, jlp.Int8Rows(), **options)
+    weights = jlp.quantize(jnp.stack([w, -w, w / 2, w]), jlp.Int8Rows("bfloat16"))
+    return (
+        (row, column),
+        jlp.quantize_both(x, jlp.Float8Rows()),
+        multiply_groups(row, weights, None, jnp.float32),
+        multiply_within_groups(column, column, jnp.float32),
+    )
+
+
 def producers(x, w):
     spec, wanted = NormSpec("layer", 1e-6, True, True, None, Amaxes()), Amaxes(True, jlp.Hadamard())
     norm = normed(spec, x, w[0], x * 2, w[1])
@@ -91,6 +103,7 @@ CALLED = {
     int4: {"int4_quantize", "int4_dequantize", "int4_fake_quantize"},
     products: {"scaled_matmul", "weight_only_matmul", "weight_only_matmuls"},
     groups: {"grouped_amax", "grouped_quantize", "grouped_matmul", "grouped_wgrad", "grouped_weight_only"},
+    rows_in_groups: {"line_amaxes", "grouped_line_amaxes", "grouped_quantize", "grouped_matmul", "grouped_wgrad"},
     producers: {
         *("norm", "norm_gradient", "norm_quantize", "sum_over_rows"),
         *("activation", "activation_gradient", "activation_quantize"),
