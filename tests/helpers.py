@@ -66,6 +66,7 @@ ONE_OF_EACH = (  # every element, scaling and shape of block
     jlp.Int8Rows(),
 )
 COUNTED = tuple(fmt for fmt in ONE_OF_EACH if fmt.scaling != "rows")  # those whose statistics have kernels
+OF_CACHES = (jlp.Float8Rows(rule="cache"), jlp.Int8Rows(rule="cache"))  # quantised by the reference, without kernels
 
 
 def format_name(fmt):

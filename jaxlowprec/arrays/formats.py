@@ -101,6 +101,8 @@ class Format:
         row_scaled: whether each line along the quantised axis is a tensor with an amax of its own.
         pad: whether zeros fill a last block that the array does not fill; else such an array is an error.
         weight_only: whether it is for weights only, which are rounded to nearest and not rotated.
+        least: no scale of a line is smaller.
+        caches: whether its rule is that of caches of keys and values, which only the reference quantises by.
     """
 
     element: str
@@ -113,6 +115,12 @@ class Format:
     row_scaled: bool = False
     pad: bool = True
     weight_only: bool = False
+    caches: bool = False
+
+    @property
+    def least(self) -> float:
+        """See above."""
+        return 0.0
 
     @property
     def length(self) -> int:

@@ -12,15 +12,42 @@ import numpy as np
 from jaxlowprec.arguments import one_of, shown
 from jaxlowprec.arrays.formats import Float8, Format
 
-Int8Rule = Literal["deploy", "compressed-tensors"]
+Float8Rule = Literal["deploy", "cache"]
+Int8Rule = Literal["deploy", "compressed-tensors", "cache"]
 LEAST_SCALE_SERVED = 1 / (448 * 512)
 """The least scale of a token's activations in vLLM's FP8 kernels."""
+LEAST_SCALE_OF_CACHES = 1e-6
+"""The least scale of a token's key or value in vLLM's caches."""
 
 
 class _Rows(Format):
     """The common part of the formats whose lines have a scale each."""
 
     scaling = "rows"
+
+    @property
+    def caches(self) -> bool:  # type: ignore[override]
+        """See `Format`."""
+        return self.scale_rule == "cache"
+
+    @property
+    def least(self) -> float:
+        """See `Format`."""
+        return float(np.float32(LEAST_SCALE_OF_CACHES)) if self.caches else getattr(self, "least_scale", 0.0)
+
+    @property
+    def attributes(self) -> dict[str, Any]:
+        """See `Format`. A kernel decodes the codes of caches as others."""
+        rule = "deploy" if self.element == "int8" else "up"
+        named = {"scale_rule": rule} if self.caches else {}
+        return {**super().attributes, **named, "least_scale": np.float32(self.least)}
+
+    def _check_cache(self) -> None:
+        """Raises ValueError for a field that the rule of caches does not leave open."""
+        if self.caches and self.scale_dtype != "float32":
+            raise ValueError(
+                f'{type(self).__name__}: rule="cache" with scale_dtype={self.scale_dtype!r}; caches hold float32 scales'
+            )
 
     def _set_scale_dtype(self) -> None:
         """Sets the name of the field's dtype; raises ValueError for another than those of scales."""
@@ -34,6 +61,7 @@ class _Rows(Format):
         words = [type(self).__name__]
         words += [self.element.upper()] if self.element == "e5m2" else []
         words += [self.scale_dtype] if self.scale_dtype != "float32" else []
+        words += [f"{self.scale_rule} rule"] if self.scale_rule not in ("up", "deploy") else []
         return " ".join(words)
 
 
@@ -50,6 +78,9 @@ class Float8Rows(_Rows):
             "float16", as checkpoints hold the scales of weights in the model's dtype.
         least_scale: scales are no smaller. vLLM's kernels have 1 / (448 * 512) for activations. Gradients must not have
             it: their lines would underflow.
+        rule: "deploy": that of activations and weights. "cache": that of keys and values in vLLM's
+            `fp8_per_token_head` caches, whose least scale is 1e-6 and which multiplies by the scale's reciprocal. It
+            has no kernel: pure JAX quantises.
 
     Source: vLLM 0.32, compressed-tensors 0.20; numerics.md 18.
     """
@@ -57,6 +88,7 @@ class Float8Rows(_Rows):
     element: Float8 = "e4m3"
     scale_dtype: str = "float32"
     least_scale: float = 0.0
+    rule: Float8Rule = "deploy"
 
     def __post_init__(self) -> None:
         self._check("element", ("e4m3", "e5m2"))
@@ -69,11 +101,18 @@ class Float8Rows(_Rows):
                 "float32"
             )
         object.__setattr__(self, "least_scale", float(np.float32(value)))
+        self._check("rule", ("deploy", "cache"))
+        self._check_cache()
+        if self.caches and (value or self.element != "e4m3"):
+            raise ValueError(
+                f'Float8Rows: rule="cache" with element={self.element!r}, least_scale={value}; it is a rule of E4M3 '
+                f"with its own least scale, {LEAST_SCALE_OF_CACHES}: leave both out"
+            )
 
     @property
-    def attributes(self) -> dict[str, Any]:
+    def scale_rule(self) -> Any:  # type: ignore[override]
         """See `Format`."""
-        return {**super().attributes, "least_scale": np.float32(self.least_scale)}
+        return "up" if self.rule == "deploy" else self.rule
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,7 +126,8 @@ class Int8Rows(_Rows):
         scale_dtype: of the stored scales: "float32" (activations), or "bfloat16" or "float16", as checkpoints hold the
             scales of weights in the model's dtype; elements are then divided by the rounded scale.
         rule: "deploy": codes from -127 to 127. "compressed-tensors": that tool's rule for weights, whose scale is
-            the amax over 127.5, with codes from -128 on; for the second operand of a GEMM only.
+            the amax over 127.5, with codes from -128 on; for the second operand of a GEMM only. "cache": that of keys
+            and values in vLLM's `int8_per_token_head` caches, as that of `Float8Rows`; halves round away from zero.
 
     Source: vLLM 0.32, compressed-tensors 0.20; numerics.md 18.
     """
@@ -98,18 +138,11 @@ class Int8Rows(_Rows):
     element = "int8"
 
     def __post_init__(self) -> None:
-        self._check("rule", ("deploy", "compressed-tensors"))
+        self._check("rule", ("deploy", "compressed-tensors", "cache"))
         self._set_scale_dtype()
+        self._check_cache()
 
     @property
     def scale_rule(self) -> Any:  # type: ignore[override]
         """See `Format`."""
         return self.rule
-
-    @property
-    def attributes(self) -> dict[str, Any]:
-        """See `Format`."""
-        return {**super().attributes, "least_scale": np.float32(0)}
-
-    def __str__(self) -> str:
-        return super().__str__() + (f" {self.rule} rule" if self.rule != "deploy" else "")

@@ -74,6 +74,14 @@ def cpu_only(chosen: Platforms, what: str) -> Platforms:
     return {**chosen, **own}
 
 
+def without_kernels(chosen: Platforms, what: str) -> Platforms:
+    """`choose`'s arguments for an op that only the reference has for `what`."""
+    own: Platforms = {"platforms": ()}
+    if "missing" in chosen:
+        own["missing"] = dict.fromkeys(("cpu", "cuda"), f"{what} has no kernel; leave implementation= out")
+    return {**chosen, **own}
+
+
 def float_array(who: str, name: str, x: Any) -> jax.Array:
     """`x` as an array of one of the three float types the kernels take."""
     if not hasattr(x, "dtype") or not hasattr(x, "shape"):

@@ -14,12 +14,12 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxlowprec as jlp
-from tests.helpers import FLOATS, FORMATS, ONE_OF_EACH, assert_same_bytes, format_name, often, random_array
+from tests.helpers import FLOATS, FORMATS, OF_CACHES, ONE_OF_EACH, assert_same_bytes, format_name, often, random_array
 from tests.sharding import meshes
 
 pytestmark = pytest.mark.sampled(5)
 
-over_formats = pytest.mark.parametrize("fmt", ONE_OF_EACH, ids=format_name)
+over_formats = pytest.mark.parametrize("fmt", (*ONE_OF_EACH, *OF_CACHES), ids=format_name)
 over_scalings = pytest.mark.parametrize(
     "fmt",
     often([jlp.NVFP4(), jlp.MXFP8(), jlp.Float8Block("e5m2", (128, 128), False), jlp.Float8Tensor()], ONE_OF_EACH),
@@ -308,7 +308,7 @@ class TestCheckpoints:
         tree = {
             "row": quantize(random_array((20, 37))),
             "column": jlp.quantize(random_array((3, 32, 48)), jlp.NVFP4((16, 16)), axis=-2, hadamard=True),
-            "formats": [jlp.quantize(random_array((20, 37)), fmt) for fmt in ONE_OF_EACH],
+            "formats": [jlp.quantize(random_array((20, 37)), fmt) for fmt in (*ONE_OF_EACH, *OF_CACHES)],
             "drawn": quantize(random_array((3, 20, 37)), hadamard=DRAWN, sign_key=jax.random.key(0)),
             "bias": jnp.ones(3),
         }

@@ -16,6 +16,9 @@ def scale_of(amax, fmt):
     amax = flush(amax)
     largest = F(127.5) if getattr(fmt, "rule", "") == "compressed-tensors" else LARGEST[fmt.element]
     exact = np.where(amax > 0, np.maximum(amax / largest, F(2.0**-126)), F(0))
+    if fmt.rule == "cache":
+        scale = np.maximum(amax / largest, F(1e-6))
+        return np.where(np.isfinite(amax), scale, F(np.nan)), F(1) / scale
     scale = np.maximum(exact, F(getattr(fmt, "least_scale", 0))).astype(dtype).astype(F)
     multiplies = fmt.element == "int8" and dtype == F and fmt.rule == "deploy"
     if dtype != F:
@@ -40,7 +43,10 @@ def quantize(x, fmt, random=None):
         if fmt.element != "int8":
             code = encode(values, F(1), fmt.element, byte) | (np.signbit(x) * np.uint8(0x80))
         elif byte is None:
-            code = np.clip(np.rint(values), -128 if fmt.rule == "compressed-tensors" else -127, 127)
+            integers = (
+                np.copysign(np.floor(np.abs(values) + F(0.5)), values) if fmt.rule == "cache" else np.rint(values)
+            )
+            code = np.clip(integers, -128 if fmt.rule == "compressed-tensors" else -127, 127)
         else:
             a = np.minimum(np.abs(values), F(127)).astype(np.float64)
             up = a - np.floor(a) >= (255.5 - byte) / 256

@@ -8,12 +8,13 @@ from jax.sharding import PartitionSpec as P
 
 import jaxlowprec as jlp
 from jaxlowprec.arrays import serialised
-from tests.helpers import CHOSEN_SCALES, ONE_OF_EACH, assert_same_bytes, golden_input, often
+from tests.helpers import CHOSEN_SCALES, OF_CACHES, ONE_OF_EACH, assert_same_bytes, golden_input, often
 from tests.low_precision import STRUCTURES, recipes, state_for, without_state
 from tests.sharding.meshes import mesh_of, name_of, place
 from tests.wiring.small_ops import assert_right, block_sums, operands
 
 KERNELS, KEY = jlp.disabled_checks(), jax.random.key(1)
+FORMATS = (*ONE_OF_EACH, *OF_CACHES, *CHOSEN_SCALES, jlp.NVFP4(row_scaled=True))
 
 
 @jax.jit
@@ -43,7 +44,7 @@ def test_the_librarys_ops_give_the_same_bytes(platforms):
 
 def test_every_format_gives_the_same_bytes():
     def run(x):
-        pairs = [(jlp.quantize_both(x, fmt), fmt) for fmt in (*ONE_OF_EACH, *CHOSEN_SCALES, jlp.NVFP4(row_scaled=True))]
+        pairs = [(jlp.quantize_both(x, fmt), fmt) for fmt in FORMATS]
         products = [jlp.scaled_matmul(row, row) for (row, _), fmt in pairs if fmt.element != "e5m2"]
         return [(both, both[0].dequantize()) for both, _ in pairs], products
 
@@ -72,7 +73,7 @@ def test_serialized_and_back():
 
 
 SERVED = {
-    **{str(fmt): lambda w, fmt=fmt: jlp.quantize(w, fmt, axis=-2) for fmt in (*ONE_OF_EACH, *CHOSEN_SCALES)},
+    **{str(fmt): lambda w, fmt=fmt: jlp.quantize(w, fmt, axis=-2) for fmt in FORMATS},
     "rotated": lambda w: jlp.quantize(w, jlp.NVFP4(), axis=-2, hadamard=jlp.Hadamard(32, (1, -1))),
     "signs drawn": lambda w: jlp.quantize(
         w, jlp.NVFP4(), axis=-2, hadamard=jlp.Hadamard(32, "drawn"), sign_key=jax.random.key(1)

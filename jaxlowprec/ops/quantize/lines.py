@@ -9,7 +9,15 @@ from jaxlowprec.arrays.formats import Format
 from jaxlowprec.ops.exact import nearest, quotient
 from jaxlowprec.ops.quantize.random_bits import Draws, random_bytes
 from jaxlowprec.ops.quantize.reference import LARGEST_ENCODE, stochastic
-from jaxlowprec.ops.rounding import INFINITY_BITS, MIN_NORMAL_BITS, from_bits, magnitude_bits, narrowed, widened
+from jaxlowprec.ops.rounding import (
+    INFINITY_BITS,
+    MIN_NORMAL_BITS,
+    from_bits,
+    magnitude_bits,
+    narrowed,
+    rounded,
+    widened,
+)
 
 LEAST_SCALE = 2.0**-126
 """The least scale of lines that are not zero: a normal number, whose reciprocal is one too."""
@@ -32,7 +40,7 @@ def line_scales(bits: jax.Array, fmt: Format) -> tuple[jax.Array, jax.Array | No
     integers, dtype = fmt.element == "int8", jnp.dtype(fmt.scale_dtype)
     scale = quotient(amax, 127.5 if fmt.scale_rule == "compressed-tensors" else fmt.maximum)
     scale = jnp.where(amax > 0, jnp.maximum(scale, LEAST_SCALE), 0)
-    scale = jnp.maximum(scale, getattr(fmt, "least_scale", 0.0))
+    scale = jnp.maximum(scale, fmt.least)
     by_encode = integers and dtype == jnp.float32 and fmt.scale_rule == "deploy"
     if dtype != jnp.float32:
         scale = narrowed(scale, dtype)
@@ -43,6 +51,8 @@ def line_scales(bits: jax.Array, fmt: Format) -> tuple[jax.Array, jax.Array | No
     encode = None
     if by_encode:
         encode = jnp.where(amax > 0, jnp.minimum(quotient(127.0, amax), LARGEST_ENCODE), 1.0)
+    elif fmt.caches:
+        encode = quotient(1.0, scale)
     return jnp.where(poisoned, jnp.nan, scale), encode
 
 
@@ -69,10 +79,16 @@ def line_codes(
     else:
         limit = 127.0 + (negative if fmt.scale_rule == "compressed-tensors" and byte is None else 0)
         scaled = jnp.minimum(scaled, limit)
-        low = jnp.rint(scaled) if byte is None else jnp.floor(scaled)
+        nearest_of = _half_away if fmt.caches else jnp.rint
+        low = nearest_of(scaled) if byte is None else jnp.floor(scaled)
         up = 0 if byte is None else scaled - low >= (255.5 - byte.astype(jnp.float32)) * (1 / 256)
         code = (low.astype(jnp.int32) + up) * (1 - 2 * negative)
     return jnp.where(jnp.isnan(scale) | (bits < MIN_NORMAL_BITS), 0, code)
+
+
+def _half_away(magnitude: jax.Array) -> jax.Array:
+    """floor(fl(magnitude + 1/2)) of magnitudes up to 127, as caches round to integers."""
+    return jnp.floor(rounded(magnitude) + 0.5)
 
 
 def quantize_lines(

@@ -20,7 +20,7 @@ from jaxlowprec.arrays.quantized_array import QuantizedArray, arrays_of_lines, b
 from jaxlowprec.ops import amax as amax_reference
 from jaxlowprec.ops import scale_order
 from jaxlowprec.ops.amax import Amaxes, amax_op, largest_over
-from jaxlowprec.ops.checks import Implementation, choose
+from jaxlowprec.ops.checks import Implementation, choose, without_kernels
 from jaxlowprec.ops.hadamard import rotate_padded
 from jaxlowprec.ops.quantize import lines, reference, tpu
 from jaxlowprec.ops.quantize.random_bits import Draws
@@ -183,7 +183,9 @@ def line_reductions(spec: QuantizeSpec) -> list[str]:
 def quantize_op(spec: QuantizeSpec, implementation: Implementation) -> wiring.Op:
     """x, an amax [...] (or encode scale) per direction for formats with a tensor scale, then if stochastic key words
     [..., 2] and indices of lines and sixteens per direction -> codes and scales per direction."""
-    rule = rule_of(spec)
+    rule, chosen = rule_of(spec), choose("quantize", implementation)
+    if spec.format.caches:
+        chosen = without_kernels(chosen, "the rule of caches")
 
     def on_matrix(body: wiring.Body) -> wiring.Body:
         return lambda x, *operands: in_parts(spec, x, body(*merged(spec, x, *operands)))

@@ -362,7 +362,7 @@ def check_pair(who: str, a: Format, b: Format) -> None:
             f"{who}: lhs is {a} and rhs is {b}; there is no GEMM of integers with floats: quantise both to Int8Rows, "
             "or both to Float8Rows"
         )
-    if a.element == "int8" and a.scale_rule != "deploy":
+    if a.element == "int8" and a.scale_rule == "compressed-tensors":
         raise NotImplementedError(
             f"{who}: lhs is {a}, which has codes of -128; only rhs may: quantise lhs by Int8Rows()"
         )
@@ -385,7 +385,7 @@ def check_pair(who: str, a: Format, b: Format) -> None:
 def _check_integers_by_weight(who: str, a: Format, b: Format) -> None:
     """Raises unless there is a GEMM of 8-bit integers by rows with this 4-bit weight."""
     groups = [size for size in (32, 64, 128, 256) if b.length == size]
-    if a.scale_rule != "deploy" or b.scaling not in ("e8m0", "float16") or b.has_zero_point or not groups:
+    if a.scale_rule == "compressed-tensors" or b.scaling not in ("e8m0", "float16") or b.has_zero_point or not groups:
         raise NotImplementedError(
             f"{who}: lhs is {a} and rhs is {b}; Int8Rows() meets MXFP4() and symmetric Int4 in groups of 32, 64, 128 "
             "or 256: quantise the weight to one of these, or leave lhs in high precision"

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jaxlowprec.diagnostics import support
 from tests.eager import jlp
-from tests.helpers import as_bytes, assert_same_bytes, assert_same_numbers, format_name
+from tests.helpers import OF_CACHES, as_bytes, assert_same_bytes, assert_same_numbers, format_name
 from tests.numpy_oracle import rows as oracle
 from tests.ops.quantize.hostile_arrays import any_floats
 
@@ -25,6 +26,7 @@ FORMATS = (
     jlp.Int8Rows("float16"),
     jlp.Int8Rows("bfloat16", "compressed-tensors"),
     jlp.Int8Rows(rule="compressed-tensors"),
+    *OF_CACHES,
 )
 SHAPES = [(1, 16), (5, 1), (7, 40), (33, 200), (130, 300), (0, 32), (4, 0)]
 every_format = pytest.mark.parametrize("fmt", FORMATS, ids=format_name)
@@ -49,6 +51,11 @@ def array(shape, dtype="float32", seed=0):
         return x.astype(jnp.dtype(dtype))
 
 
+def implementations(fmt):
+    """Those that quantise by a rule."""
+    return ("reference", None) if fmt.caches else ("ffi", "reference")
+
+
 def found(q):
     """Codes and float32 scales, as the oracle has them."""
     data = np.asarray(q.data)
@@ -66,11 +73,12 @@ def same(actual, expected):
 def test_bytes_are_those_of_the_rule(fmt, dtype, shape, isa):
     x = array(shape, dtype)
     expected = oracle.quantize(x, fmt)
-    for implementation in ("ffi", "reference"):
+    for implementation in implementations(fmt):
         q = jlp.quantize(x, fmt, implementation=implementation)
         same(found(q), expected)
-        values = np.asarray(jlp.dequantize(q, dtype="float32", implementation=implementation))
-        np.testing.assert_array_equal(values, oracle.decode(*expected, fmt))
+        for decoding in ("ffi", "reference"):
+            values = np.asarray(jlp.dequantize(q, dtype="float32", implementation=decoding))
+            np.testing.assert_array_equal(values, oracle.decode(*expected, fmt))
 
 
 @pytest.mark.parametrize("fmt", [f for f in FORMATS if isinstance(f, jlp.Float8Rows)], ids=format_name)
@@ -100,7 +108,7 @@ def test_large_matrices_have_the_bytes_of_parts(fmt, columns, isa):
 @given(x=any_floats())
 def test_any_floats(fmt, x):
     expected = oracle.quantize(x, fmt)
-    for implementation in ("ffi", "reference"):
+    for implementation in implementations(fmt):
         same(found(jlp.quantize(x, fmt, implementation=implementation)), expected)
 
 
@@ -112,7 +120,7 @@ def test_random_bits_round_alike(fmt, dtype, shape, isa):
     options = {"rounding": "stochastic", "key": jnp.asarray(key)}
     ways = [(x, 0), (np.ascontiguousarray(x.T), 1)]
     expected = [oracle.quantize(lines, fmt, (key, stream, 0, 0)) for lines, stream in ways]
-    for implementation in ("ffi", "reference"):
+    for implementation in implementations(fmt):
         both = jlp.quantize_both(x, fmt, implementation=implementation, **options)
         for q, lines in zip(both, expected, strict=True):
             same(found(q), lines)
@@ -165,7 +173,7 @@ class TestServers:
 @every_format
 @given(power=st.integers(-60, 60), seed=st.integers(0, 99))
 def test_a_power_of_two_changes_only_scales(fmt, power, seed):
-    if getattr(fmt, "least_scale", 0) or fmt.scale_dtype == "float16":
+    if fmt.least or fmt.scale_dtype == "float16":
         return
     x = np.random.default_rng(seed).standard_normal((3, 50)).astype(np.float32)
     q, scaled = jlp.quantize(x, fmt), jlp.quantize(np.ldexp(x, power), fmt)
@@ -186,7 +194,7 @@ def test_a_line_does_not_depend_on_others(fmt):
 
 
 @every_format
-@pytest.mark.parametrize("implementation", ["ffi", "reference"])
+@pytest.mark.parametrize("implementation", [None, "reference"])
 def test_split_rows_are_those_of_one_matrix(fmt, implementation):
     x = array((64, 48), "bfloat16").reshape(4, 16, 48)
     options = {"rounding": "stochastic", "key": jnp.array([1, 2], jnp.uint32), "implementation": implementation}
@@ -195,6 +203,57 @@ def test_split_rows_are_those_of_one_matrix(fmt, implementation):
     assert_same_bytes((row.data.reshape(64, 48), row.scale.reshape(64, 1)), (whole_row.data, whole_row.scale))
     assert_same_bytes(jnp.moveaxis(column.data, 0, 1).reshape(48, 64), whole_column.data)
     assert_same_bytes(column.scale, jnp.broadcast_to(whole_column.scale, (4, 48, 1)))
+
+
+class TestCaches:
+    """vLLM 0.32's `fp8_per_token_head` and `int8_per_token_head`, for keys and values, in NumPy."""
+
+    X = np.concatenate([array((64, 256), "bfloat16", seed=3)[7:], np.zeros((1, 256), "bfloat16")])
+
+    def quantised(self, largest):
+        x = self.X.astype(np.float32)
+        scale = np.maximum(np.abs(x).max(1, keepdims=True) / np.float32(largest), np.float32(1e-6))
+        return x * (np.float32(1) / scale), scale
+
+    @pytest.mark.parametrize(("fmt", "largest"), [(OF_CACHES[0], 448), (OF_CACHES[1], 127)], ids=str)
+    def test_key_or_value_of_a_token_and_head(self, fmt, largest):
+        values, scale = self.quantised(largest)
+        if largest == 448:
+            codes = np.clip(values, -448, 448).astype(ml_dtypes.float8_e4m3fn)
+        else:
+            codes = np.trunc(
+                np.clip(np.where(values >= 0, values + np.float32(0.5), values - np.float32(0.5)), -128, 127)
+            )
+        q = jlp.quantize(self.X, fmt)
+        np.testing.assert_array_equal(np.asarray(q.scale), scale)
+        np.testing.assert_array_equal(np.asarray(q.data).astype(np.float32), codes.astype(np.float32))
+
+    def test_halves_round_away_from_zero(self):
+        x = jnp.asarray([127.0, 0.5, 1.5, 2.5, -2.5, 126.5, -0.49999997])
+        rows = jax.jit(lambda x: jlp.quantize(x, OF_CACHES[1]))(x)
+        assert rows.data.tolist() == [127, 1, 2, 3, -3, 127, -1] and rows.scale.tolist() == [1.0]
+
+    def test_there_is_no_kernel(self):
+        with pytest.raises(NotImplementedError, match="the rule of caches has no kernel"):
+            jlp.quantize(self.X, OF_CACHES[0], implementation="ffi")
+        assert "the rule of caches has no kernel" in support.runs("quantize", "cpu", OF_CACHES[:1]).why
+
+    @pytest.mark.parametrize(
+        ("make", "options", "message"),
+        [
+            (
+                jlp.Float8Rows,
+                {"element": "e5m2"},
+                "it is a rule of E4M3 with its own least scale, 1e-06: leave both out",
+            ),
+            (jlp.Float8Rows, {"least_scale": 1e-3}, "least_scale=0.001; it is a rule"),
+            (jlp.Float8Rows, {"scale_dtype": "bfloat16"}, "caches hold float32 scales"),
+            (jlp.Int8Rows, {"scale_dtype": "float16"}, "caches hold float32 scales"),
+        ],
+    )
+    def test_what_the_rule_fixes(self, make, options, message):
+        with pytest.raises(ValueError, match=message):
+            make(rule="cache", **options)
 
 
 class TestBadInput:
@@ -212,6 +271,8 @@ class TestBadInput:
     def test_rule(self):
         with pytest.raises(ValueError, match="Int8Rows: rule='slime'"):
             jlp.Int8Rows(rule="slime")
+        with pytest.raises(ValueError, match="Float8Rows: rule='compressed-tensors'"):
+            jlp.Float8Rows(rule="compressed-tensors")
 
     def test_an_amax(self):
         with pytest.raises(ValueError, match="amax= was given, but Int8Rows scales each"):
