@@ -17,10 +17,11 @@ from jaxlowprec.layers.residuals import CHECKPOINT_NAMES
 from jaxlowprec.ops.dequantize import dequantize
 from jaxlowprec.ops.fake_quantize import fake_quantize
 from jaxlowprec.ops.hadamard import hadamard_transform
+from jaxlowprec.ops.kv_cache import KVCache
 from jaxlowprec.ops.norms.api import layer_norm, rms_norm
 from jaxlowprec.ops.quantize.api import quantize, quantize_both
 from jaxlowprec.ops.scaled_matmul.api import scaled_matmul
-from jaxlowprec.recipes.autocast import FROM_CONTEXT, autocast, current_recipe
+from jaxlowprec.recipes.autocast import FROM_CONTEXT, autocast, current_kv_cache, current_recipe
 from jaxlowprec.recipes.composed import PerGemm, PerLayer
 from jaxlowprec.recipes.custom import Custom, QuantizerRole
 from jaxlowprec.recipes.eden import NVFP4Eden
@@ -79,6 +80,7 @@ __all__ = [
     "Int4QAT",
     "Int8RowScaling",
     "Int8Rows",
+    "KVCache",
     "MMParams",
     "MXFP8BlockScaling",
     "NVFP4BlockScaling",
@@ -107,6 +109,7 @@ __all__ = [
     "autocast",
     "checkpoint_policies",
     "checkpoints",
+    "current_kv_cache",
     "current_recipe",
     "debug",
     "decoder",

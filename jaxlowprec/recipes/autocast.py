@@ -18,6 +18,7 @@ from typing import Any
 import jax
 
 from jaxlowprec.arguments import a_flag, a_text, one_of, shown
+from jaxlowprec.ops.kv_cache import KVCache
 from jaxlowprec.recipes import silence
 from jaxlowprec.recipes.roles import Recipe
 from jaxlowprec.recipes.transformer_engine import Calibrating, DelayedScaling
@@ -38,6 +39,9 @@ FROM_CONTEXT: Any = _Default.FROM_CONTEXT
 """The default of every `recipe=`: use the recipe of `autocast`. `recipe=None` means high precision."""
 
 _context = jax.make_user_context(None)
+_kv_context = jax.make_user_context(None)
+_read: set[KVCache | None] = set()
+"""The caches whose formats have been asked for, since the process began; see `silence`."""
 _REMEDY = (
     "leave the block before awaiting, pass recipe=, or decorate the async function with @jaxlowprec.autocast(recipe), "
     "which holds across its awaits"
@@ -93,8 +97,10 @@ def _refuse_anothers_scope(who: str) -> None:
 
 
 def _set_innermost() -> None:
-    """Sets JAX's value to the recipe of the innermost scope."""
-    _context(_here.scopes[-1].owner.recipe if _here.scopes else None).__enter__()
+    """Sets JAX's values to those of the innermost scope."""
+    owner = _here.scopes[-1].owner if _here.scopes else None
+    _context(owner and owner.recipe).__enter__()
+    _kv_context(owner and owner.kv_cache).__enter__()
 
 
 def _take_back_what_waits() -> None:
@@ -134,16 +140,20 @@ class autocast:
       leaving a wrong recipe behind. A decorated generator function has the recipe only while its own code runs.
 
     Arguments:
-        recipe: for example `NVFP4BlockScaling()`.
+        recipe: for example `NVFP4BlockScaling()`. May be left out with `kv_cache`: products are in high precision then.
         enabled: False switches to high precision, whatever the outer context is.
         calibrating: for `DelayedScaling`: compute in high precision, and record amaxes so that scales are known when
             quantisation is switched on.
-        strict: what happens when the block is left and no layer has followed the recipe, or a rule of `PerLayer` has
-            matched none: False warns, once; True raises; None does nothing.
+        kv_cache: a `KVCache`, or the name of one, see `Generator`: the full pass of a `Decoder` reads keys and values
+            as that cache keeps them, with a straight-through derivative, so that it trains what is served. Other models
+            ask for `current_kv_cache().as_kept(k, v)`. None: they are not quantised.
+        strict: what happens when the block is left and no layer has followed the recipe, a rule of `PerLayer` has
+            matched none, or nothing has asked for `kv_cache`: False warns, once; True raises; None does nothing.
 
     Raises:
         TypeError: the recipe is missing or is not a recipe.
-        ValueError: `calibrating` with a recipe that keeps no amaxes; when the block is left: see `strict`.
+        ValueError: `kv_cache` is something else, or given with `enabled=False`; `calibrating` with a recipe that keeps
+            no amaxes; when the block is left: see `strict`.
         RuntimeError: when the block is left: the task awaited within it, or another thread had entered it.
 
     >>> import jaxlowprec as jlp
@@ -159,11 +169,12 @@ class autocast:
         *,
         enabled: bool = True,
         calibrating: bool = False,
+        kv_cache: KVCache | str | None = None,
         strict: bool | None = False,
     ):
         a_flag("autocast", enabled=enabled, calibrating=calibrating)
         one_of("autocast", "strict", strict, True, False, None)
-        if enabled and not isinstance(recipe, Recipe):
+        if enabled and not isinstance(recipe, Recipe) and not (recipe is None and kv_cache is not None):
             raise TypeError(
                 f"autocast: recipe={shown(recipe)}; needs a recipe such as NVFP4BlockScaling(), or enabled=False"
             )
@@ -176,6 +187,9 @@ class autocast:
                 )
             recipe, enabled = Calibrating(recipe), True
         self.recipe = recipe if enabled else None
+        if kv_cache is not None and not enabled:
+            raise ValueError("autocast: enabled=False with kv_cache=; nothing is quantised then: leave one of them out")
+        self.kv_cache = None if kv_cache is None else KVCache.of("autocast", kv_cache)
         self.strict = strict
 
     def __enter__(self) -> None:
@@ -202,13 +216,18 @@ class autocast:
         else:
             _here.scopes.remove(scope)
             _set_innermost()
-        if error is None and self.recipe is not None and self.strict is not None:
+        if error is None and self.strict is not None:
             self._check()
 
     def _check(self) -> None:
-        """Warns, or raises, if the recipe did nothing."""
+        """Warns, or raises, if the recipe or the cache's formats did nothing."""
         recipe: Any = self.recipe
-        found = silence.of_scope(recipe)
+        found = [] if recipe is None else silence.of_scope(recipe)
+        if self.kv_cache is not None and self.kv_cache not in _read:
+            found.append(
+                f"nothing read keys and values as {self.kv_cache} keeps them; use Decoder, or "
+                "current_kv_cache().as_kept in your attention"
+            )
         if found and self.strict:
             raise ValueError("autocast: " + "; ".join(found))
         silence.warn_once("autocast", recipe, found, depth=2)
@@ -280,6 +299,22 @@ def current_recipe() -> Recipe | None:
     """
     _refuse_anothers_scope("current_recipe")
     return _context.value
+
+
+def current_kv_cache() -> KVCache | None:
+    """The KVCache of the innermost `autocast`; None outside any, and if that has none.
+
+    Raises:
+        RuntimeError: it belongs to another asyncio task, see `autocast`.
+
+    >>> import jaxlowprec as jlp
+    >>> with jlp.autocast(jlp.Int4QAT(), kv_cache="int8"):
+    ...     print(jlp.current_kv_cache().key)
+    Int8Rows cache rule
+    """
+    _refuse_anothers_scope("current_kv_cache")
+    _read.add(_kv_context.value)
+    return _kv_context.value
 
 
 def resolve(who: str, recipe: Any, name: str | None = None) -> Recipe | None:

@@ -95,7 +95,8 @@ class Attention(nnx.Module):
             x: [batch, time, width].
             positions: int32 [batch, time], the tokens' places in their sequences.
             tables: of the rotary embedding, see `Rope.tables`.
-            cache: the keys and values of earlier tokens. These tokens' are added to it.
+            cache: the keys and values of earlier tokens. These tokens' are added to it. None: these tokens are all;
+                their keys and values are read as the `kv_cache` of `autocast` keeps them.
             starts: int32 [batch], the place of the first token; None: 0.
             span, counts: see `LayerCache.extended`.
 
@@ -104,7 +105,9 @@ class Attention(nnx.Module):
         """
         q, k, v = self._projected(x, tables)
         if cache is None:
-            seen, places = LayerCache(jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)), None
+            k, v = jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)
+            kept = jlp.current_kv_cache()
+            seen, places = LayerCache(*((k, v) if kept is None else kept.as_kept(k, v))), None
         else:
             cache, seen, places = cache.extended(k, v, starts=starts, span=span, counts=counts)
         sinks = None if self.sinks is None else self.sinks[...]

@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 
 from jaxlowprec.models.decoder.config import DecoderConfig
+from jaxlowprec.ops.kv_cache import KVCache
+from jaxlowprec.ops.quantize.api import quantize
 
-EIGHT_BITS = {"float8_e4m3fn": 448.0, "int8": 127.0}
-"""The 8-bit types of a cache, and the largest number that a row is scaled to."""
-KEPT_AS = {"bfloat16": "uint16", "float8_e4m3fn": "uint8"}
+KEPT_AS = {"bfloat16": "uint16", "float8_e4m3fn": "uint8", "float8_e5m2": "uint8"}
 """The types whose bits a cache keeps as integers. XLA's CPU compiler updates an array of small floats in a wider type,
 and so copies all of it for each token; it updates integers in place."""
 UNROLLED = 8
@@ -29,35 +29,37 @@ class LayerCache:
             are kept as such integers.
         key_scales, value_scales: of 8-bit types, float32 [batch, key_heads, places]: a row, which is one token's in one
             head, is its codes times its scale. None of others.
-        dtype: the name of the type whose bits the integers are; None: keys and values are numbers.
+        kept: what keys and values are kept as; None: they are numbers, not quantised.
     """
 
     keys: jax.Array
     values: jax.Array
     key_scales: jax.Array | None = None
     value_scales: jax.Array | None = None
-    dtype: str | None = dataclasses.field(default=None, metadata={"static": True})
+    kept: KVCache | None = dataclasses.field(default=None, metadata={"static": True})
 
     @property
     def numbers(self) -> LayerCache:
         """The cache with keys and values as numbers of their dtype instead of bits."""
-        if self.dtype is None:
+        if self.kept is None:
             return self
-        keys, values = (jax.lax.bitcast_convert_type(kept, jnp.dtype(self.dtype)) for kept in (self.keys, self.values))
-        return dataclasses.replace(self, keys=keys, values=values, dtype=None)
+        keys = _in_dtype(self.keys, dtype_of(self.kept.key))
+        values = _in_dtype(self.values, dtype_of(self.kept.value))
+        return dataclasses.replace(self, keys=keys, values=values, kept=None)
 
     def written(self, k: jax.Array, v: jax.Array, starts: jax.Array | None) -> LayerCache:
         """The cache with k and v [batch, time, key_heads, head] at the places that begin at `starts` [batch], or 0."""
         new: dict[str, Any] = {}
         for name, rows in (("key", k), ("value", v)):
             rows, held = jnp.swapaxes(rows, 1, 2), getattr(self, f"{name}s")
-            dtype = held.dtype if self.dtype is None else jnp.dtype(self.dtype)
-            if dtype.name in EIGHT_BITS:
-                rows, scales = in_8_bits(rows, dtype)
-                new[f"{name}_scales"] = _put(getattr(self, f"{name}_scales"), scales, starts)
-            rows = rows.astype(dtype)
-            bits = rows if self.dtype is None else jax.lax.bitcast_convert_type(rows, held.dtype)
-            new[f"{name}s"] = _put(held, bits, starts)
+            fmt: Any = getattr(self.kept, name)
+            if isinstance(fmt, str):
+                rows = rows.astype(fmt)
+            else:
+                q = quantize(rows, fmt)
+                rows = q.data
+                new[f"{name}_scales"] = _put(getattr(self, f"{name}_scales"), q.scale[..., 0], starts)
+            new[f"{name}s"] = _put(held, _in_dtype(rows, held.dtype), starts)
         return dataclasses.replace(self, **new)
 
     def first(self, span: int) -> LayerCache:
@@ -144,24 +146,28 @@ class Cache:
     places: int = dataclasses.field(metadata={"static": True})
 
     @classmethod
-    def empty(cls, config: DecoderConfig, batch: int, places: int, dtype: Any, *, rings: bool = True) -> Cache:
+    def empty(cls, config: DecoderConfig, batch: int, places: int, kept: KVCache | str, *, rings: bool = True) -> Cache:
         """A cache for sequences of up to so many tokens.
 
         Arguments:
-            dtype: of keys and values: float32, bfloat16, or a type of `EIGHT_BITS`.
+            kept: what keys and values are kept as, or one of `CACHES`.
             rings: whether layers with a window keep only as many places as it has.
         """
-        dtype = jnp.dtype(dtype)
-        small, kept = dtype.name in EIGHT_BITS, KEPT_AS.get(dtype.name)
+        kept = KVCache.of("Cache", kept)
+        formats = kept.key, kept.value
+        dtypes = [dtype_of(fmt) for fmt in formats]
 
         def layer(window: int | None) -> LayerCache:
             ring = rings and window is not None and window < places
             rows = window if ring else places
             shapes = [(batch, heads, rows, features) for heads, features in config.cached]
-            codes = [jnp.zeros(shape, kept or dtype) for shape in shapes]
-            scales = [jnp.zeros(shape[:-1], jnp.float32) if small else None for shape in shapes]
+            codes = [jnp.zeros(s, KEPT_AS.get(d.name, d)) for s, d in zip(shapes, dtypes, strict=True)]
+            scales = [
+                None if isinstance(fmt, str) else jnp.zeros(shape[:-1], jnp.float32)
+                for shape, fmt in zip(shapes, formats, strict=True)
+            ]
             kind: Any = RingCache if ring else LayerCache
-            return kind(*codes, *scales, dtype=dtype.name if kept else None)
+            return kind(*codes, *scales, kept=kept)
 
         return cls(tuple(layer(window) for window in config.windows), jnp.zeros(batch, jnp.int32), places)
 
@@ -171,13 +177,14 @@ class Cache:
         return sum(array.nbytes for array in jax.tree.leaves(self.layers))
 
 
-def in_8_bits(rows: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
-    """Rows [..., head] as codes of an 8-bit type and scales [...]: a row's largest magnitude is the type's largest."""
-    dtype = jnp.dtype(dtype)
-    rows = rows.astype(jnp.float32)
-    scales = jnp.max(jnp.abs(rows), axis=-1) / EIGHT_BITS[dtype.name]
-    scaled = rows / jnp.where(scales > 0, scales, 1.0)[..., None]
-    return (jnp.rint(scaled) if dtype == jnp.int8 else scaled).astype(dtype), scales
+def dtype_of(fmt: Any) -> jnp.dtype:
+    """The dtype of keys or values in a format of `KVCache`."""
+    return jnp.dtype(fmt if isinstance(fmt, str) else fmt.data_dtype)
+
+
+def _in_dtype(array: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """The array's bits as numbers of a dtype of the same width."""
+    return array if array.dtype == dtype else jax.lax.bitcast_convert_type(array, dtype)
 
 
 def _put(held: jax.Array, new: jax.Array, starts: jax.Array | None) -> jax.Array:

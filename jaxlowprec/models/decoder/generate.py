@@ -13,15 +13,14 @@ import numpy as np
 from flax import nnx
 
 from jaxlowprec.arguments import shown, whole_number
-from jaxlowprec.models.decoder.cache import EIGHT_BITS, Cache, RingCache
+from jaxlowprec.models.decoder.cache import Cache, RingCache
 from jaxlowprec.models.decoder.model import Decoder, log_probabilities
+from jaxlowprec.ops.kv_cache import KVCache
 
 COLDEST = 1e-6
 """The smallest temperature above 0: quotients of logits by a smaller one may be infinite."""
 
 SMALLEST_PREFILL, SMALLEST_SPAN = 16, 256
-CACHES = ("float32", "bfloat16", *EIGHT_BITS)
-"""The dtypes that a cache can have."""
 
 
 def token_rows(who: str, prompts: Any, vocabulary: int, places: int, count: int = 0) -> list[np.ndarray]:
@@ -137,8 +136,8 @@ class Generator:
     Arguments:
         decoder: its kernels may be arrays or QuantizedArrays.
         places: the largest number of tokens of a sequence, its prompt included.
-        cache: the dtype of keys and values: "float32", "bfloat16", or for 8 bits and a scale for each token and head
-            "float8_e4m3fn" or "int8". None: that of activations.
+        cache: what keys and values are kept as, a `KVCache`; or their dtype: "float32", "bfloat16", or for 8 bits and a
+            scale for each token and head "float8_e4m3fn" or "int8". None: the dtype of activations.
         routing: whether to return the experts of every token, for a trainer that replays them.
         rings: whether layers with a sliding window keep only as many tokens as it has, see `RingCache`. The sums of
             attention are in another order then.
@@ -153,7 +152,7 @@ class Generator:
         self,
         decoder: Decoder,
         places: int,
-        cache: str | None = None,
+        cache: KVCache | str | None = None,
         *,
         routing: bool = False,
         rings: bool = True,
@@ -161,9 +160,8 @@ class Generator:
     ):
         self.config = _require_decoder("Generator", decoder).config
         self.places = whole_number("Generator", "places", places)
-        self.cache = jnp.dtype(decoder.embed_tokens.dtype).name if cache is None else cache
-        if self.cache not in CACHES:
-            raise ValueError(f"Generator: cache={cache!r}; needs one of {', '.join(CACHES)}")
+        cache = jnp.dtype(decoder.embed_tokens.dtype).name if cache is None else cache
+        self.cache = KVCache.of("Generator", cache)
         if not 1 <= places <= self.config.longest:
             raise ValueError(f"Generator: places={places}; the model was made for 1 to {self.config.longest}")
         if routing and not any(self.config.sparse):

@@ -1,6 +1,5 @@
 """The generator: its tokens and log-probabilities beside those of the pass over the whole text."""
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -8,9 +7,9 @@ from flax import nnx
 
 import jaxlowprec as jlp
 from jaxlowprec.models.decoder import generate
-from jaxlowprec.models.decoder.cache import in_8_bits
 from jaxlowprec.models.decoder.generate import Generator
 from jaxlowprec.models.decoder.model import log_probabilities
+from jaxlowprec.ops.kv_cache import EIGHT_BITS
 from tests.helpers import often
 from tests.models.decoder import tiny
 
@@ -130,8 +129,8 @@ def test_a_smaller_cache_costs_this_much(llama, cache, bound):
 def test_8_bit_rows_keep_their_largest_number(dtype, bound):
     rows = np.random.default_rng(0).standard_normal((3, 5, 64), np.float32)
     rows[1, 2] = 0
-    codes, scales = jax.device_get(jax.jit(in_8_bits, static_argnums=1)(rows, dtype))
-    decoded = codes.astype(np.float32) * scales[..., None]
+    q = jlp.quantize(rows, EIGHT_BITS[dtype])
+    codes, decoded = np.asarray(q.data), np.asarray(q.dequantize())
     amax = np.abs(rows).max(-1, keepdims=True)
     assert codes.dtype == dtype and (np.abs(decoded - rows) <= bound * amax * 1.001).all()
     np.testing.assert_allclose(np.abs(decoded).max(-1), amax[..., 0], rtol=1e-6)

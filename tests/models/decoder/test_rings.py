@@ -7,6 +7,7 @@ import pytest
 
 from jaxlowprec.models.decoder.cache import Cache, LayerCache, RingCache, latest
 from jaxlowprec.models.decoder.generate import Generator
+from jaxlowprec.ops.kv_cache import KVCache
 from tests.models.decoder import tiny
 from tests.models.decoder.test_generate import BOUND, of_whole_text
 
@@ -80,7 +81,7 @@ def test_rows_of_a_ring_are_the_latest_tokens_to_the_bit(dtype):
     def rows(kind, count):
         empty = [jnp.zeros((batch, heads, count, head), dtype) for _ in range(2)]
         scales = [jnp.zeros((batch, heads, count)) if dtype == "int8" else None for _ in range(2)]
-        return kind(*empty, *scales)
+        return kind(*empty, *scales, kept=KVCache.of("test", dtype))
 
     ring, dense = rows(RingCache, WINDOW), rows(LayerCache, places)
     for begin in (0, time):
