@@ -6,8 +6,8 @@
 A small policy with experts learns to sort digits only from its reward (GRPO), under INT4 quantisation-aware training.
 In each iteration the trainer sends 4-bit weights to the rollout, which writes answers with them. The trainer replays
 the rollout's routing, and ends with an error unless the rollout's log-probabilities equal its own, bit for bit.
-With --policy qwen3_moe the rollout keeps keys and values in a cache, which changes log-probabilities a little: the
-difference is measured, and importance weights correct for it. rl_ray.py is the same run on Ray.
+With --policy qwen3_moe the rollout keeps keys and values in a cache, and the trainer reads them as that cache keeps
+them. The difference that is left is measured, and importance weights correct for it. rl_ray.py is the same run on Ray.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from rl.training import Plan, Training
 
 from jaxlowprec.decoder import CACHES
 
+EXCESS = "xla_allow_excess_precision"
 NAME = pathlib.Path(sys.argv[0]).stem
 Train = Callable[[Plan, argparse.Namespace], list[dict[str, Any]]]
 
@@ -142,6 +143,16 @@ def train(plan: Plan, options: argparse.Namespace) -> list[dict[str, Any]]:
     return records
 
 
+def forbid_excess_precision() -> None:
+    """Sets XLA's flag, for this process and those that it starts, before the first program is compiled.
+
+    With excess precision XLA leaves out roundings to bfloat16, in each program elsewhere. A flag that is set stays.
+    """
+    flags = os.environ.get("XLA_FLAGS", "")
+    if EXCESS not in flags:
+        os.environ["XLA_FLAGS"] = f"{flags} --{EXCESS}=false".strip()
+
+
 def run(options: argparse.Namespace, train: Train = train) -> None:
     """Trains, and writes the report."""
     plan, weights = planned(options), RECIPE.weight_format
@@ -167,6 +178,7 @@ def run(options: argparse.Namespace, train: Train = train) -> None:
 def main(options: argparse.Namespace, train: Train = train) -> None:
     """Runs the trainer. An error that the user can do something about is a line, without a traceback."""
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # all processes share a GPU, if there is one
+    forbid_excess_precision()
     # Ctrl-C ends this process at once, and the others with it. A KeyboardInterrupt would be lost during a garbage
     # collection, because its callbacks (JAX has one) may not raise.
     signal.signal(signal.SIGINT, signal.SIG_DFL)

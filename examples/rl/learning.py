@@ -14,12 +14,13 @@ import jaxlowprec as jlp
 from rl.agreement import Agreement, compare
 from rl.engine import Answers, Engine
 from rl.grpo import Experience, Settings, advantages, importance, update
-from rl.policies import AnyPolicy
+from rl.policies import AnyPolicy, trained
 from rl.policy import RECIPE, afresh, of_next, scores
 from rl.task import Task
 
 BOUNDS = {"float32": 1e-4}
-"""The largest difference of log-probabilities by the dtype of a decoder's cache; others have no bound."""
+"""The largest difference of log-probabilities by the dtype of a decoder's cache. Others have no bound: where a sum's
+last bit differs, a number may get the next code."""
 
 
 class Disagreement(Exception):
@@ -29,13 +30,14 @@ class Disagreement(Exception):
 def replay(policy: AnyPolicy, answers: Answers) -> tuple[jlp.moe.RoutingTape, jax.Array]:
     """The rollout's routing as a checked tape, and the log-probabilities that the trainer finds with it.
 
-    It is the forward pass of training, which quantises the float32 master weights when it multiplies by them.
+    It is the forward pass of training, which quantises the float32 master weights when it multiplies by them, and keys
+    and values of a decoder before attention reads them.
     """
     config = policy.config
     tape = jlp.moe.RoutingTape.from_routed_experts(
         list(answers.routed_experts), num_layers=config.layers, k=config.top_k, num_experts=config.experts
     )
-    with jlp.autocast(RECIPE):
+    with trained(config):
         found, _ = scores(policy, answers.tokens, tape)
     return tape, of_next(found, jnp.asarray(answers.tokens))
 
@@ -95,7 +97,8 @@ def learn(
         importance(old, answers.log_probabilities, written, settings),
     )
     measured = jlp.rl.mismatch(old, answers.log_probabilities, written)
-    with jlp.autocast(RECIPE):
+    of_cache = {} if policy.config.kind == "small" else cache_measures(policy, answers, tape, old, written)
+    with trained(policy.config):
         losses, passes = zip(*(update(policy, state, given, settings) for _ in range(settings.updates)), strict=True)
     return {
         "version": answers.version,
@@ -104,6 +107,7 @@ def learn(
         "loss": float(losses[0]),
         "train_rollout_logprob_abs_diff": agreement.largest,
         "mismatch": measured.to_json(),
+        **of_cache,
         "kept": float(np.mean(given.weights[written] > 0)) if given.weights is not None else 1.0,
         "differing": agreement.differing,
         "compared": agreement.compared,
@@ -115,8 +119,22 @@ def learn(
     }
 
 
+def cache_measures(
+    policy: AnyPolicy, answers: Answers, tape: jlp.moe.RoutingTape, old: jax.Array, written: np.ndarray
+) -> dict[str, Any]:
+    """The mismatch if the trainer did not read keys and values as the cache keeps them, and how many log-probabilities
+    `old`, for which it did, differ by more than a float32 cache may."""
+    with jlp.autocast(RECIPE):
+        plain = of_next(scores(policy, answers.tokens, tape)[0], jnp.asarray(answers.tokens))
+    far = np.abs(np.asarray(old) - answers.log_probabilities) > BOUNDS["float32"]
+    return {
+        "plain_cache_mismatch": jlp.rl.mismatch(plain, answers.log_probabilities, written).summary(),
+        "beyond_float32": int(far[written].sum()),
+    }
+
+
 def routing_agreement(policy: AnyPolicy, tokens: np.ndarray, tape: jlp.moe.RoutingTape) -> float:
     """The share of tokens, over all layers, for which the policy would choose the tape's experts in its order."""
-    with jlp.autocast(RECIPE):
+    with trained(policy.config):
         _, fresh = scores(policy, tokens, afresh(policy.config, len(tokens)))
     return float(np.mean(jlp.moe.overlap(fresh, tape).same_order))

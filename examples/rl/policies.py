@@ -7,7 +7,7 @@ from flax import nnx
 
 import jaxlowprec as jlp
 from jaxlowprec.decoder import Decoder, DecoderConfig
-from rl.policy import GROUP_SIZE, Config, Policy
+from rl.policy import GROUP_SIZE, RECIPE, Config, Policy
 from rl.task import VOCABULARY
 
 POLICIES = ("small", "qwen3_moe")
@@ -54,6 +54,11 @@ def decoder_config(config: Config) -> DecoderConfig:
             "max_position_embeddings": config.length,
         }
     )
+
+
+def trained(config: Config) -> jlp.autocast:
+    """The scope of the trainer's passes: weights in 4 bits, and keys and values as the rollout's cache keeps them."""
+    return jlp.autocast(RECIPE, kv_cache=None if config.kind == "small" else config.cache)
 
 
 def made(config: Config, rngs: nnx.Rngs) -> AnyPolicy:

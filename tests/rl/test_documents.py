@@ -2,6 +2,8 @@
 
 import re
 
+import pytest
+
 from tests.docs.pages import differs
 from tests.package.test_readme import ROOT, programs
 
@@ -13,8 +15,8 @@ def test_the_program_of_the_reference_prints_what_the_page_shows(capsys):
     assert not differs(capsys.readouterr().out, shown)
 
 
-def test_the_program_of_the_how_to_measures(capsys):
-    (program,) = programs("docs/how-to/rl.md")
+@pytest.mark.parametrize("program", programs("docs/how-to/rl.md"), ids=["the cache that serves", "a mismatch"])
+def test_the_programs_of_the_how_to_measure(program, capsys):
     exec(program, {})
     shown = re.search(r"# (.*)\n", program[program.index("print(") :])[1]
     assert capsys.readouterr().out.strip() == shown
