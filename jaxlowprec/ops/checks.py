@@ -66,19 +66,12 @@ def choose(who: str, implementation: Implementation) -> Platforms:
     return {"platforms": platforms, "elsewhere": "refused", "missing": native.library().missing}
 
 
-def cpu_only(chosen: Platforms, what: str) -> Platforms:
-    """`choose`'s arguments for an op that has no CUDA kernel of `what`."""
-    own: Platforms = {"platforms": tuple(p for p in chosen["platforms"] if p != "cuda")}
+def without_kernels(chosen: Platforms, what: str, *platforms: str) -> Platforms:
+    """`choose`'s arguments for an op that has no kernel of `what` on these platforms."""
+    own: Platforms = {"platforms": tuple(p for p in chosen["platforms"] if p not in platforms)}
     if "missing" in chosen:
-        own["missing"] = {**chosen["missing"], "cuda": f"{what} have no CUDA kernel yet"}
-    return {**chosen, **own}
-
-
-def without_kernels(chosen: Platforms, what: str) -> Platforms:
-    """`choose`'s arguments for an op that only the reference has for `what`."""
-    own: Platforms = {"platforms": ()}
-    if "missing" in chosen:
-        own["missing"] = dict.fromkeys(("cpu", "cuda"), f"{what} has no kernel; leave implementation= out")
+        reason = f"{what}: there is no kernel yet; leave implementation= out"
+        own["missing"] = {**chosen["missing"], **dict.fromkeys(platforms, reason)}
     return {**chosen, **own}
 
 

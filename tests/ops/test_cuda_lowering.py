@@ -80,7 +80,8 @@ class TestEveryOp:
             assert attribute in quantise.attributes and attribute in dequantise.attributes
 
     @pytest.mark.parametrize("recipe", [jlp.Int8RowScaling(), jlp.Float8RowScaling()], ids=lambda r: type(r).__name__)
-    def test_rows_in_groups_have_no_kernels_yet(self, recipe):
+    def test_rows_in_groups_are_quantised_by_xla(self, recipe):
+        """Only weights have scales of lines from the kernels; products are a chunk of each group's rows at a time."""
         x, w, sizes = jnp.ones((32, 64), jnp.bfloat16), jnp.ones((2, 64, 48)), jnp.array([20, 5], jnp.int32)
 
         def step(x, w):
@@ -91,8 +92,11 @@ class TestEveryOp:
             return quantize_groups(x, sizes, fmt, rowwise=True, columnwise=True, implementation="ffi")
 
         with claiming_cuda(9.0):
-            assert {call.target for call in custom_calls(step, x, w)} <= {"jaxlowprec_amax"}  # for random bits
-            with pytest.raises(NotImplementedError, match="scales of rows have no CUDA kernel yet"):
+            calls = [call for call in custom_calls(step, x, w) if call.target != "jaxlowprec_amax"]  # for random bits
+            assert {call.target for call in calls} == {"jaxlowprec_quantize", "jaxlowprec_scaled_matmul"}
+            quantised = [call.operands[0] for call in calls if call.target == "jaxlowprec_quantize"]
+            assert quantised == ["2x64x48xbf16"] * len(quantised)
+            with pytest.raises(NotImplementedError, match="scales of rows in groups: there is no kernel yet"):
                 custom_calls(demanded, x)
 
     def test_hadamard(self):

@@ -25,7 +25,7 @@ from jaxlowprec.arrays.formats import BLOCK, Format
 from jaxlowprec.arrays.hadamard import Hadamard
 from jaxlowprec.ops import amax as amax_op
 from jaxlowprec.ops.amax import Amaxes, largest_over
-from jaxlowprec.ops.checks import Implementation, choose, cpu_only
+from jaxlowprec.ops.checks import Implementation, choose, without_kernels
 from jaxlowprec.ops.grouped_matmul import reference
 from jaxlowprec.ops.grouped_matmul.groups import Groups, Slots, count
 from jaxlowprec.ops.grouped_matmul.reference import largest_of, where_else_zero
@@ -139,6 +139,10 @@ def grouped_quantize_op(spec: GroupedQuantizeSpec, implementation: Implementatio
     Indices along T are counted from each group's first row.
     """
     fmt, chosen = spec.format, choose("grouped_matmul", implementation)
+    if fmt.caches:
+        chosen = without_kernels(chosen, "the rule of caches", "cpu", "cuda")
+    elif spec.by_lines:
+        chosen = without_kernels(chosen, "scales of rows in groups", "cuda")
 
     def outputs(x: jax.Array, sizes: jax.Array, *_: jax.Array) -> wiring.Shapes:
         *batch, rows, columns = x.shape
@@ -222,7 +226,7 @@ def grouped_quantize_op(spec: GroupedQuantizeSpec, implementation: Implementatio
         native={"cpu": run_native, "cuda": run_on_gpu},
         fenced=True,
         when_split=when_split if spec.by_lines else None,
-        **(cpu_only(chosen, "scales of rows") if spec.by_lines else chosen),
+        **chosen,
     )
 
 

@@ -185,7 +185,7 @@ def quantize_op(spec: QuantizeSpec, implementation: Implementation) -> wiring.Op
     [..., 2] and indices of lines and sixteens per direction -> codes and scales per direction."""
     rule, chosen = rule_of(spec), choose("quantize", implementation)
     if spec.format.caches:
-        chosen = without_kernels(chosen, "the rule of caches")
+        chosen = without_kernels(chosen, "the rule of caches", "cpu", "cuda")
 
     def on_matrix(body: wiring.Body) -> wiring.Body:
         return lambda x, *operands: in_parts(spec, x, body(*merged(spec, x, *operands)))
@@ -211,7 +211,7 @@ def quantize_op(spec: QuantizeSpec, implementation: Implementation) -> wiring.Op
         on_one_device={"tpu": bodies[2]},
         fenced=True,
         when_split=when_split if spec.by_lines else None,
-        **choose("quantize", implementation),
+        **chosen,
     )
 
 

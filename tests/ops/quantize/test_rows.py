@@ -81,7 +81,7 @@ def test_bytes_are_those_of_the_rule(fmt, dtype, shape, isa):
             np.testing.assert_array_equal(values, oracle.decode(*expected, fmt))
 
 
-@pytest.mark.parametrize("fmt", [f for f in FORMATS if isinstance(f, jlp.Float8Rows)], ids=format_name)
+@pytest.mark.parametrize("fmt", [f for f in FORMATS if isinstance(f, jlp.Float8Rows) and not f.caches], ids=format_name)
 def test_all_mantissas_over_all_largest_ones(fmt, isa):
     """Every bfloat16 mantissa of 25 binades in rows with every mantissa of an amax, and zeros of both signs."""
     mantissas = 1 + np.arange(128) / 128
@@ -234,7 +234,7 @@ class TestCaches:
         assert rows.data.tolist() == [127, 1, 2, 3, -3, 127, -1] and rows.scale.tolist() == [1.0]
 
     def test_there_is_no_kernel(self):
-        with pytest.raises(NotImplementedError, match="the rule of caches has no kernel"):
+        with pytest.raises(NotImplementedError, match="the rule of caches: there is no kernel yet"):
             jlp.quantize(self.X, OF_CACHES[0], implementation="ffi")
         assert "the rule of caches has no kernel" in support.runs("quantize", "cpu", OF_CACHES[:1]).why
 
