@@ -13,6 +13,7 @@ import jaxlowprec as jlp
 from jaxlowprec.arrays.row_formats import LEAST_SCALE_SERVED
 from jaxlowprec.checkpoints import schemes
 from jaxlowprec.ops.quantize.random_bits import key_words, slice_words
+from tests.flax.libraries import LIBRARIES
 from tests.helpers import assert_same_bytes, random_array
 
 RECIPES = {"fp8": jlp.Float8RowScaling(), "int8": jlp.Int8RowScaling()}
@@ -179,22 +180,30 @@ class TestExperts:
         assert_same_bytes(found, expected)
 
     @by_name
-    def test_a_block_of_experts_learns(self, name):
-        block = jlp.nnx.MoE(5, 64, 32, top_k=2, rngs=nnx.Rngs(0), dtype=jnp.bfloat16)
+    @pytest.mark.parametrize("library", LIBRARIES.values(), ids=LIBRARIES)
+    def test_a_block_of_experts_learns(self, name, library):
         x = random_array((4, 24, 64), "bfloat16")
+        block = library.model(library.maker("MoE", 5, 64, 32, 2, dtype=jnp.bfloat16), x)
 
-        def loss(block):
-            y, _ = block(x)
+        def loss(tree):
+            y, _ = block.apply(tree, x)
             return jnp.square(y.astype(jnp.float32)).mean()
 
         def step(recipe):
             with jlp.autocast(recipe, enabled=recipe is not None):
-                return nnx.jit(nnx.value_and_grad(loss))(block)
+                return jax.jit(jax.value_and_grad(loss))(block.tree)
 
         (value, gradients), (exact, wanted) = step(RECIPES[name]), step(None)
         np.testing.assert_allclose(value, exact, rtol=0.05)
         for a, b in zip(jax.tree.leaves(gradients), jax.tree.leaves(wanted), strict=True):
             assert float(jnp.linalg.norm(a - b)) <= 0.2 * float(jnp.linalg.norm(b))
+
+    @as_served
+    def test_a_block_for_serving_computes_the_same(self, name):
+        trained = jlp.nnx.MoE(5, 64, 32, top_k=2, rngs=nnx.Rngs(0), dtype=jnp.bfloat16)
+        served, x = jlp.quantize_params(trained, SERVED[name]), random_array((4, 24, 64), "bfloat16")
+        with jlp.autocast(SERVED[name]):
+            assert_same_bytes(served(x)[0], trained(x)[0])
 
     def test_loaded_experts_are_multiplied_as_they_serve(self):
         """W8A8: by quantised activations under the recipe, else by activations in high precision."""

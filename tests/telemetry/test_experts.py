@@ -145,7 +145,7 @@ class TestTelemetry:
             if gemm in gemms:
                 wanted = np.linalg.norm(np.float64(actual) - exact) / np.linalg.norm(exact)
                 np.testing.assert_allclose(found[gemm].relative_error, wanted, rtol=1e-3, err_msg=gemm)
-                assert 0.01 < wanted < 0.5
+                assert (0.005 if recipe == ROWS_OF_8_BITS else 0.01) < wanted < 0.5  # integers are the most exact
 
     @pytest.mark.slow
     def test_a_sample_is_near_the_error_of_the_result(self):
