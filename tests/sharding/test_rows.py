@@ -126,6 +126,20 @@ class TestGroups:
         result, _ = on_mesh(run, [x, w], specs, mesh_of((2, 2), axis_type))
         assert_same_bytes(result, jax.jit(run)(x, w))
 
+    @pytest.mark.parametrize("weight", [jlp.Int4(32), jlp.MXFP4()], ids=format_name)
+    @pytest.mark.parametrize("spec", [P(None, "a"), P(None, None, "b"), P(None, "a", "b")], ids=str)
+    @pytest.mark.parametrize("depth", [512, 352])  # K splits into whole groups of elements, or not at all
+    def test_products_by_weights_in_groups(self, weight, spec, depth):
+        x, w = random_array((64, depth), seed=1), random_array((3, depth, 32), seed=2)
+        sizes = jnp.asarray(self.SIZES)
+
+        def run(x, w):
+            row, _ = quantize_groups(x, sizes, jlp.Int8Rows(), rowwise=True, columnwise=False)
+            return multiply_groups(row, jlp.quantize(w, weight, axis=-2).mT, None, jnp.float32)
+
+        result, _ = on_mesh(run, [x, w], [P(None, *spec[1:2]), spec], mesh_of((2, 2)))
+        np.testing.assert_allclose(result, jax.jit(run)(x, w), rtol=1e-5, atol=1e-3)
+
     @every_format
     def test_wgrad_does_not_depend_on_the_mesh(self, fmt):
         x, dy, sizes = random_array((64, 48), seed=1), random_array((64, 32), seed=2), jnp.asarray(self.SIZES)
