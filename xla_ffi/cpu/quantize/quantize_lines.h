@@ -6,7 +6,7 @@
 #include <new>
 #include <vector>
 
-#include "../../numerics/row_scales.h"
+#include "../../line_rule.h"
 #include "../kernels.h"
 #include "codes.h"
 #include "gather_amaxes.h"
@@ -22,14 +22,7 @@ struct LineScales {
   LineScaleRule rule;
   ElementType type;
 
-  explicit LineScales(const Format& f) : type(f.scale_type) {
-    const bool integers = f.code == CodeType::kInt8, deploy = f.scale_rule == ScaleRule::kDeploy;
-    const float maximum = integers ? (deploy ? kInt8Max : kInt8Max + 0.5f)
-                                   : with_float8(f.code, [](auto element) { return decltype(element)::kMax; });
-    const bool multiplies = integers && deploy && type == ElementType::kF32;
-    const float epsilon = type == ElementType::kBF16 ? 0.0078125f : 0.0009765625f;
-    rule = {maximum, f.least_scale, type != ElementType::kF32 ? epsilon : multiplies ? 0.0f : 1.0f, !multiplies};
-  }
+  explicit LineScales(const Format& f) : rule(line_scale_rule(f)), type(f.scale_type) {}
 
   LineFactors<F32> factors(U32 amax) const {
     return line_factors<F32>(amax, rule, [&](F32 scale) {
@@ -139,9 +132,6 @@ struct QuantizeLines {
     const int64_t bytes = std::max<int64_t>(p.columns, 1) * sizeof(Storage);
     return std::clamp<int64_t>(kTogetherBytes / bytes, 1, kLanes);
   }
-  static float least_code(const QuantizeProblem& p) {
-    return p.format.scale_rule == ScaleRule::kCompressedTensors ? -128.0f : -127.0f;
-  }
   static uint8_t* codes_of(const QuantizeProblem& p, int64_t batch, int64_t row, int64_t column) {
     return p.rowwise.data + (batch * p.rows + row) * p.columns + column;
   }
@@ -172,7 +162,7 @@ struct QuantizeLines {
   static Steps steps_of(const QuantizeProblem& p, const Factors& of_rows, int r, int64_t columns) {
     const LineFactors<F32> factors = of_rows.of(r);
     return Steps(columns < kLeastBySteps || of_rows.poisoned(r) ? 0.0f : of_rows.scale[r],
-                 [&](const Storage* x) { return codes_to_nearest(x, least_code(p), factors); });
+                 [&](const Storage* x) { return codes_to_nearest(x, least_integer(p.format), factors); });
   }
 
   /// Codes of kStep elements of a row, to nearest.
@@ -194,7 +184,7 @@ struct QuantizeLines {
         p.batch * p.rows * p.columns >= kStreamedFrom && reinterpret_cast<uintptr_t>(data) % JLP_VECTOR_BYTES == 0;
     const LineFactors<F32> factors = of_rows.of(r);
     const Random random = p.rowwise.random.of(batch);
-    const float least = least_code(p);
+    const float least = least_integer(p.format);
     alignas(64) uint8_t bytes[kPacket];
     const auto codes_at = [&](const Storage* from, int64_t i) {
       if constexpr (!kStochastic) return codes_to_nearest(from, least, factors);
@@ -254,7 +244,7 @@ struct QuantizeLines {
                                       first_row == 0 ? p.columnwise.scale : nullptr, line);
     auto& t = *new (thread_scratch(sizeof(Tile))) Tile;
     if (columns < kTile) memset(t.padded, 0, sizeof t.padded);
-    const float least = least_code(p);
+    const float least = least_integer(p.format);
     for (int r = 0; r < rows; ++r, x += p.columns) {
       for (size_t i = 0; i < columns * sizeof *x; i += 64)
         __builtin_prefetch(reinterpret_cast<const char*>(x + 4 * p.columns) + i);
