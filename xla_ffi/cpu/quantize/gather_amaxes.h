@@ -26,10 +26,11 @@ template <class E>
 __attribute__((noinline)) uint32_t amax_of(const typename E::Storage* x, int64_t count) {
   U32 most = U32{};
   for (; count >= kPacket; x += kPacket, count -= kPacket) most = max_magnitude(most, E::packet_amax(x));
+  for (; count >= kLanes; x += kLanes, count -= kLanes) most = max_magnitude(most, magnitude(E::load_lanes(x)));
   if (count > 0) {
-    alignas(64) typename E::Storage padded[kPacket] = {};
+    alignas(64) typename E::Storage padded[kLanes] = {};
     memcpy(padded, x, count * sizeof *x);
-    most = max_magnitude(most, E::packet_amax(padded));
+    most = max_magnitude(most, magnitude(E::load_lanes(padded)));
   }
   return max_lane(most);
 }
