@@ -156,8 +156,8 @@ inline uint32_t corrected_scale(const float* x, const BlockScale& block, uint32_
 
 // --- lines that have a scale each (numerics.md 18), with divisions where the kernels have none
 
-/// Of the line whose amax has these bits: its scale, a number of the stored type, and the factor of elements or 0, where they
-/// are divided.
+/// Of the line whose amax has these bits: its scale, a number of the stored type, and the factor of elements or 0, where
+/// they are divided.
 struct LineScale {
   float scale, factor;
 };

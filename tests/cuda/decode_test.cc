@@ -22,9 +22,9 @@ struct Case {
 /// decode.h's rule in double, where products are exact.
 uint32_t decoded_bf16(const MatmulOperand& operand, int64_t rows, int64_t batch, int64_t row, int64_t k) {
   const double code = reference::decoded_code(operand, rows, batch, row, k);
-  const bool tensor = operand.format.scaling == Scaling::kTensor;
+  const bool apart = operand.format.scaling == Scaling::kTensor || operand.format.scaling == Scaling::kRows;
   const float scale =
-      tensor ? 1.0f : reference::L::flush(reference::decoded_scale(operand, rows, batch, row, k / operand.format.block));
+      apart ? 1.0f : reference::L::flush(reference::decoded_scale(operand, rows, batch, row, k / operand.format.block));
   const double exact = code * scale;
   if (std::fabs(exact) < 0x1p-126) return std::signbit(exact) ? 0x8000u : 0u;
   if (std::fabs(exact) >= 0x1p128) return std::signbit(exact) ? 0xFF80u : 0x7F80u;

@@ -17,7 +17,8 @@ constexpr Shape kShapes[] = {{2, 1, 1}, {3, 1, 16}, {2, 17, 33}, {1, 300, 300}, 
 void check_line_amaxes(const Shape& shape, ElementType type, const Buffer& x, int64_t misalignment, bool rows, bool columns,
                        std::mt19937& random) {
   const DeviceBytes elements(x, misalignment, "x");
-  const DeviceBytes of_rows(shape.batch * shape.rows * 4, 0, "rows"), of_columns(shape.batch * shape.columns * 4, 0, "columns");
+  const DeviceBytes of_rows(shape.batch * shape.rows * 4, 0, "rows"),
+      of_columns(shape.batch * shape.columns * 4, 0, "columns");
   LineAmaxesProblem p{elements.as(), type, shape.batch, shape.rows, shape.columns, nullptr, nullptr};
   if (rows) p.of_rows = of_rows.as<uint32_t>();
   if (columns) p.of_columns = of_columns.as<uint32_t>();
@@ -56,15 +57,13 @@ TEST(elements_are_read_once_for_both) {
   const Buffer x(512 * 1024 * 2);
   fill_elements(x.as(), ElementType::kBF16, 0, 512 * 1024, Data::kNormal, random);
   const DeviceBytes elements(x, 0, "x"), of_rows(512 * 4, 0, "rows"), of_columns(1024 * 4, 0, "columns");
-  const LineAmaxesProblem p{elements.as(), ElementType::kBF16, 1, 512, 1024, of_rows.as<uint32_t>(),
-                            of_columns.as<uint32_t>()};
+  const LineAmaxesProblem p{elements.as(),          ElementType::kBF16,       1, 512, 1024,
+                            of_rows.as<uint32_t>(), of_columns.as<uint32_t>()};
   CHECK_EQ(cuda::launch(p, nullptr), cudaSuccess);
   CHECK_EQ(elements.traffic().read, static_cast<uint64_t>(x.size()));
 }
 
-TEST(nothing_is_launched_for_nothing) {
-  CHECK_EQ(cuda::launch(LineAmaxesProblem{}, nullptr), cudaSuccess);
-}
+TEST(nothing_is_launched_for_nothing) { CHECK_EQ(cuda::launch(LineAmaxesProblem{}, nullptr), cudaSuccess); }
 
 }  // namespace
 }  // namespace jaxlowprec

@@ -37,11 +37,15 @@ void check_line_scales(bool integers, ElementType type, int64_t rows, int64_t co
   const Array<uint32_t> sums_there(sums, "sums", Access::kReadOnly);
   const Array<float> rows_there(of_rows, "rows", Access::kReadOnly), columns_there(of_columns, "columns", Access::kReadOnly);
   const Array<uint8_t> onto_there(onto, "onto", Access::kReadOnly), result(count * size, "result");
-  const cuda::LineScalesProblem p{sums_there.data(),    integers,
-                            rows,                 columns,
-                            rows_there.data(),    columns_there.data(),
-                            accumulates ? onto_there.data() : nullptr, result.data(),
-                            type};
+  const cuda::LineScalesProblem p{sums_there.data(),
+                                  integers,
+                                  rows,
+                                  columns,
+                                  rows_there.data(),
+                                  columns_there.data(),
+                                  accumulates ? onto_there.data() : nullptr,
+                                  result.data(),
+                                  type};
   CHECK_EQ(cuda::launch(p, nullptr), cudaSuccess);
   std::vector<uint8_t> expected(count * size);
   for (int64_t i = 0; i < count; ++i) {

@@ -162,7 +162,8 @@ cudaError_t launch(const DecodeProblem& p, cudaStream_t stream) {
   const MatmulOperand& operand = p.operand;
   if (!decode_supports(operand.format) || p.depth > operand.columns || p.width < p.depth) return cudaErrorInvalidValue;
   DequantizeArguments a = dequantize_arguments(operand.format, operand.data, operand.scale, p.rows, operand.columns);
-  if (operand.format.scaling == Scaling::kTensor || operand.format.scaling == Scaling::kRows) a.scale_kind = ScaleKind::kOne;
+  if (operand.format.scaling == Scaling::kTensor || operand.format.scaling == Scaling::kRows)
+    a.scale_kind = ScaleKind::kOne, a.scale_type = ElementType::kF32;
   a.columns = p.depth, a.width = p.width, a.result = p.result;
   if (sixteens_serve(operand.format, p) && p.batch * p.rows * p.depth > 0)
     return with_float(operand.format.code,

@@ -14,7 +14,7 @@
 namespace jaxlowprec {
 namespace cuda {
 
-enum class ScaleKind : int32_t { kE4M3, kE8M0, kFloat32, kBF16, kF16, kOne };
+enum class ScaleKind : int32_t { kE4M3, kE8M0, kFloat32, kOne };
 
 /// How the code and the scale make the number.
 enum class Decoding { kProduct, kTwoLevel, kTwoLevelRotated };
@@ -30,6 +30,7 @@ struct DequantizeArguments {
   int64_t scale_rows, scale_stride;  // of a matrix of scales
   int32_t row_shift, column_shift;   // log2 of the rows and columns that share a scale
   ScaleKind scale_kind;
+  ElementType scale_type;  // of kFloat32: those of lines may have 16 bits
   uint32_t sign_mask;
   uint32_t column_tiles, row_tiles;  // of a matrix
   int32_t lane_shift;                // log2 of the lanes along a row
@@ -57,11 +58,10 @@ inline DequantizeArguments dequantize_arguments(const Format& f, const uint8_t* 
   a.scale_rows = f.scale_rows(rows), a.scale_stride = f.scale_columns(code_columns);
   a.row_shift = tensor ? kAll : f.tiles ? log2_of(f.block) : 0;
   a.column_shift = tensor || rows_have ? kAll : log2_of(f.block);
-  a.scale_kind = f.scaling == Scaling::kTwoLevel                            ? ScaleKind::kE4M3
-                 : f.scaling == Scaling::kE8M0                              ? ScaleKind::kE8M0
-                 : rows_have && f.scale_type == ElementType::kBF16 ? ScaleKind::kBF16
-                 : rows_have && f.scale_type == ElementType::kF16  ? ScaleKind::kF16
-                                                                   : ScaleKind::kFloat32;
+  a.scale_kind = f.scaling == Scaling::kTwoLevel ? ScaleKind::kE4M3
+                 : f.scaling == Scaling::kE8M0   ? ScaleKind::kE8M0
+                                                 : ScaleKind::kFloat32;
+  a.scale_type = rows_have ? f.scale_type : ElementType::kF32;
   return a;
 }
 
@@ -72,7 +72,6 @@ constexpr int kDequantizeSteps = 4;  // rows in flight a thread
 
 JLP_DEVICE uint32_t load_scale(ScaleKind kind, const uint8_t* scale, int64_t index) {
   if (kind == ScaleKind::kFloat32) return reinterpret_cast<const uint32_t*>(scale)[index];
-  if (kind == ScaleKind::kBF16 || kind == ScaleKind::kF16) return reinterpret_cast<const uint16_t*>(scale)[index];
   return kind == ScaleKind::kOne ? 0 : scale[index];
 }
 
@@ -81,10 +80,18 @@ JLP_DEVICE float decode_scale(ScaleKind kind, uint32_t stored) {
     case ScaleKind::kE4M3: return float8_decode<E4M3, float>(stored);
     case ScaleKind::kE8M0: return e8m0_decode<float>(stored);
     case ScaleKind::kFloat32: return Lanes<float>::from_bits(stored);
-    case ScaleKind::kBF16: return Lanes<float>::from_bits(stored << 16);
-    case ScaleKind::kF16: return f16_to_float(stored);
     default: return 1.0f;
   }
+}
+
+/// The same where scales of lines may have 16 bits.
+JLP_DEVICE uint32_t load_scale(ScaleKind kind, ElementType type, const uint8_t* scale, int64_t index) {
+  return type == ElementType::kF32 ? load_scale(kind, scale, index) : reinterpret_cast<const uint16_t*>(scale)[index];
+}
+JLP_DEVICE float decode_scale(ScaleKind kind, ElementType type, uint32_t stored) {
+  return type == ElementType::kF32    ? decode_scale(kind, stored)
+         : type == ElementType::kBF16 ? Lanes<float>::from_bits(stored << 16)
+                                      : f16_to_float(stored);
 }
 
 /// Codes `column` ... of a row. Packed rows are whole blocks, so that theirs are always complete.
@@ -158,14 +165,14 @@ JLP_DEVICE void dequantize_rows(const DequantizeArguments& a, const DequantizePl
     if (step * at.lines >= coded) continue;
     codes[step] = load_codes<Element, kWhole>(a, row, at.column);
     const int64_t scale_row = at.batch * a.scale_rows + ((at.first + step * at.lines) >> a.row_shift);
-    scales[step] = load_scale(kind, a.scale, scale_row * a.scale_stride + (at.column >> a.column_shift));
+    scales[step] = load_scale(kind, a.scale_type, a.scale, scale_row * a.scale_stride + (at.column >> a.column_shift));
   }
   int64_t index = line * a.width + at.column;
 #pragma unroll
   for (int step = 0; step < kSteps; ++step, index += at.lines * a.width) {
     float v[8];
     codes[step].decode(v);
-    apply_scale<kDecoding>(v, decode_scale(kind, scales[step]), amax);
+    apply_scale<kDecoding>(v, decode_scale(kind, a.scale_type, scales[step]), amax);
     if constexpr (kDecoding == Decoding::kTwoLevelRotated) undo_rotation(v, a.sign_mask);
     if (step * at.lines >= rows || at.column >= a.width) continue;
     if (!kWhole && at.column + 8 > a.columns) {

@@ -10,7 +10,7 @@
 namespace jaxlowprec {
 namespace cuda {
 
-cudaError_t launch(const AmaxProblem& problem, cudaStream_t stream);  // zeroes the results first
+cudaError_t launch(const AmaxProblem& problem, cudaStream_t stream);        // zeroes the results first
 cudaError_t launch(const LineAmaxesProblem& problem, cudaStream_t stream);  // the same
 cudaError_t launch(const QuantizeProblem& problem, cudaStream_t stream);
 cudaError_t launch(const RowScaledQuantizeProblem& problem, cudaStream_t stream);

@@ -536,8 +536,8 @@ cublasStatus_t cublasLtMatmul(cublasLtHandle_t handle, cublasLtMatmulDesc_t desc
             "one alpha and one beta");
     std::memset(workspace, 0xEE, 256);  // it is the algorithm's
     const auto factor = [&](const void* from) { return element(from, op.scale_type, 0); };
-    multiply(op, s, factor(alpha), factor(beta),
-             static_cast<cublasLtReductionScheme_t>(algo->data[6]), a, la, b, lb, c, lc, d, ld);
+    multiply(op, s, factor(alpha), factor(beta), static_cast<cublasLtReductionScheme_t>(algo->data[6]), a, la, b, lb, c, lc,
+             d, ld);
   });
 }
 

@@ -91,8 +91,10 @@ cudaError_t launch(const RebaseProblem& p, cudaStream_t) {
 
 cudaError_t launch(const LineScalesProblem& p, cudaStream_t) {
   for (int64_t i = 0; i < p.rows * p.columns; ++i) {
-    const float sum = p.integers ? static_cast<float>(static_cast<const int32_t*>(p.sums)[i]) : static_cast<const float*>(p.sums)[i];
-    const float scaled = reference::multiply(reference::multiply(sum, p.of_columns[i % p.columns]), p.of_rows[i / p.columns]);
+    const float sum =
+        p.integers ? static_cast<float>(static_cast<const int32_t*>(p.sums)[i]) : static_cast<const float*>(p.sums)[i];
+    const float scaled =
+        reference::multiply(reference::multiply(sum, p.of_columns[i % p.columns]), p.of_rows[i / p.columns]);
     const float onto = p.accumulate ? reference::get(p.accumulate, p.type, i) : 0;
     reference::put(p.result, p.type, i, p.accumulate ? reference::add(scaled, onto) : scaled);
   }

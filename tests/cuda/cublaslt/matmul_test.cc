@@ -182,7 +182,8 @@ TEST(products_of_integers_are_the_references_to_the_byte) {
         Case c(integers, integers, sizes, ElementType::kF32, accumulate);
         CHECK_EQ(c.run(), std::string());
         for (int64_t batch = 0; batch < sizes.batch; ++batch) {
-          const reference::DecodedOperand a(c.p.a, sizes.rows, batch, sizes.depth), b(c.p.b, sizes.columns, batch, sizes.depth);
+          const reference::DecodedOperand a(c.p.a, sizes.rows, batch, sizes.depth),
+              b(c.p.b, sizes.columns, batch, sizes.depth);
           for (int64_t m = 0; m < sizes.rows; ++m)
             for (int64_t n = 0; n < sizes.columns; ++n) {
               const int64_t i = (batch * sizes.rows + m) * sizes.columns + n;

@@ -149,8 +149,9 @@ Owned<cublasLtMatrixLayout_t> layout(const Library& lt, GemmType type, int64_t r
 Descriptors describe(const Library& lt, const Gemm& gemm) {
   cublasLtMatmulDesc_t made = nullptr;
   const bool integers = gemm.result_type == GemmType::kI32;
-  lt.check(lt.MatmulDescCreate(&made, integers ? CUBLAS_COMPUTE_32I : CUBLAS_COMPUTE_32F, integers ? CUDA_R_32I : CUDA_R_32F),
-           "makes no descriptor");
+  lt.check(
+      lt.MatmulDescCreate(&made, integers ? CUBLAS_COMPUTE_32I : CUBLAS_COMPUTE_32F, integers ? CUDA_R_32I : CUDA_R_32F),
+      "makes no descriptor");
   Descriptors found{{made, lt.MatmulDescDestroy},
                     layout(lt, gemm.b.type, gemm.depth, gemm.b.rows),
                     layout(lt, gemm.a.type, gemm.depth, gemm.a.rows),
@@ -345,10 +346,9 @@ class Call {
     const void* beta = static_cast<const uint8_t*>(alpha) + 4;
     const void* c = gemm.accumulate ? gemm.accumulate : gemm.result;
     const Descriptors& d = descriptors_;
-    lt_.check(
-        lt_.Matmul(handle_, d.operation.get(), alpha, gemm.b.data, d.a.get(), gemm.a.data, d.b.get(), beta, c,
-                   d.y.get(), gemm.result, d.y.get(), &algorithm, gemm.workspace, gemm.workspace_bytes, stream),
-        "failed");
+    lt_.check(lt_.Matmul(handle_, d.operation.get(), alpha, gemm.b.data, d.a.get(), gemm.a.data, d.b.get(), beta, c,
+                         d.y.get(), gemm.result, d.y.get(), &algorithm, gemm.workspace, gemm.workspace_bytes, stream),
+              "failed");
   }
 };
 

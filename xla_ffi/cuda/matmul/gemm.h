@@ -41,8 +41,8 @@ struct GemmOperand {
   const void* scale;
 };
 
-/// result [a.rows, b.rows] = alpha * a b^T + beta * accumulate, added up in float32; of 8-bit integers a b^T alone, in int32.
-/// Rows of narrow operands (not bfloat16) and of the result are multiples of 16 bytes, all pointers 16-byte aligned.
+/// result [a.rows, b.rows] = alpha * a b^T + beta * accumulate, added up in float32; of 8-bit integers a b^T alone, in
+/// int32. Rows of narrow operands (not bfloat16) and of the result are multiples of 16 bytes, all pointers 16-byte aligned.
 struct Gemm {
   GemmOperand a, b;
   int64_t depth;

@@ -47,7 +47,7 @@ constexpr double kRebaseError = 1.0 / 65536;
 /// On GPUs of that compute capability (90 for 9.0).
 inline SumError sum_error(MatmulRoute route, int capability, int64_t depth) {
   const double contract = std::ldexp(static_cast<double>(depth), -24);  // numerics.md 9
-  if (route == MatmulRoute::kInt8) return {3 * 0x1p-24, 3 * 0x1p-24};  // the sum as a float32, and two products
+  if (route == MatmulRoute::kInt8) return {3 * 0x1p-24, 3 * 0x1p-24};   // the sum as a float32, and two products
   const bool fp8 = route == MatmulRoute::kTensor || route == MatmulRoute::kLines || route == MatmulRoute::kBlock128 ||
                    route == MatmulRoute::kRebased;
   if (!fp8 || capability >= 100) return {contract, contract};

@@ -81,7 +81,7 @@ static __global__ void __launch_bounds__(256) pad_scales_kernel(ScaleLayoutArgum
 
 cudaError_t launch(const ScaleLayoutProblem& p, cudaStream_t stream) {
   const Format& f = p.format;
-  if (f.scaling == Scaling::kTensor) return cudaErrorInvalidValue;
+  if (f.scaling == Scaling::kTensor || f.scaling == Scaling::kRows) return cudaErrorInvalidValue;
   if (p.batch * p.rows * p.columns == 0) return cudaSuccess;
   ScaleLayoutArguments a{};
   a.scale = p.scale, a.result = p.result;

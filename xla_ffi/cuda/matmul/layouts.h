@@ -10,7 +10,7 @@ namespace cuda {
 /// kTwoLevel, kE8M0: the 128x4 swizzle of numerics.md 6; scales of square tiles are repeated for each row.
 /// kFloat32 1x128: VEC128_32F, [ceil(columns / 128), rows rounded up to 4].
 /// kFloat32 128x128: BLK128x128_32F, [ceil(rows / 128), ceil(columns / 128) rounded up to 4].
-/// Padding is zero. kTensor has only one layout and is refused.
+/// Padding is zero. kTensor and kRows have only one layout and are refused.
 struct ScaleLayoutProblem {
   Format format;
   const uint8_t* scale;          // [batch, format.scales(rows, columns)], logical

@@ -1,11 +1,10 @@
 // Sums of a GEMM times the scales of both operands' lines: a thread has four neighbours of each of several rows' parts.
 //
-// Bytes moved per result: 4 read, 2 or 4 written, what is accumulated onto read. Launch: blocks of 256 threads, as many as the
-// device holds at once.
-#include "line_scales.h"
-
+// Bytes moved per result: 4 read, 2 or 4 written, what is accumulated onto read. Launch: blocks of 256 threads, as many as
+// the device holds at once.
 #include "../launch_grid.cuh"
 #include "../vectors.cuh"
+#include "line_scales.h"
 
 namespace jaxlowprec {
 namespace cuda {
@@ -88,7 +87,8 @@ static __global__ void __launch_bounds__(kLineScalesThreads, 4) scale_lines(cons
 
 cudaError_t launch(const LineScalesProblem& p, cudaStream_t stream) {
   const int64_t fours = p.rows * p.columns / 4;
-  const bool all_aligned = aligned(p.sums, 16) && aligned(p.of_columns, 16) && aligned(p.accumulate, 16) && aligned(p.result, 16);
+  const bool all_aligned =
+      aligned(p.sums, 16) && aligned(p.of_columns, 16) && aligned(p.accumulate, 16) && aligned(p.result, 16);
   if (p.columns % 4 != 0 || fours > INT32_MAX || !all_aligned) return cudaErrorInvalidValue;
   if (fours == 0) return cudaSuccess;
   const LineScalesArguments a = {static_cast<const uint4*>(p.sums),

@@ -168,8 +168,7 @@ inline MatmulPlan plan_matmul(const MatmulProblem& p, int capability) {
     if (plan.route == MatmulRoute::kRebased) return round_up(rebased_bytes(rows, p.depth()), MatmulPlan::kAlignment);
     if (gemm_scaling(plan.route, format) == GemmScaling::kNone) return int64_t{0};
     const int64_t given = gemm_scales_in_order(format, rows, p.depth()) ? 0 : gemm_scale_bytes(format, rows, p.depth());
-    const int64_t scales =
-        round_up(given, MatmulPlan::kAlignment) + widened_bytes(plan.route, format, rows, p.depth());
+    const int64_t scales = round_up(given, MatmulPlan::kAlignment) + widened_bytes(plan.route, format, rows, p.depth());
     return plan.may_decode ? std::max(decoded, scales) : scales;
   };
   plan.a_bytes = bytes(p.a.format, p.rows), plan.b_bytes = bytes(p.b.format, p.columns);

@@ -104,7 +104,8 @@ cudaError_t launch(const RebaseProblem& p, cudaStream_t stream) {
 
 // --- with its own scales
 //
-// All rows are one of sixteens: a thread has four, 8 bytes read and 16 written. Bytes moved per element: 1/2 read, 1 written.
+// All rows are one of sixteens: a thread has four, 8 bytes read and 16 written. Bytes moved per element: 1/2 read, 1
+// written.
 
 constexpr int kWidenAhead = 4;
 

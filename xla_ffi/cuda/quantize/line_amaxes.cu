@@ -1,7 +1,7 @@
 // The amaxes of all rows, and of all columns (numerics.md 1 and 18).
 //
-//   16-byte pieces of a row -> maxima as integers, two 16-bit elements at once: of the thread's columns, in registers; of the
-//   row, over its warp -> one atomic a row and warp; at a tile's end, over its warps -> one atomic a column and tile
+//   16-byte pieces of a row -> maxima as integers, two 16-bit elements at once: of the thread's columns, in registers; of
+//   the row, over its warp -> one atomic a row and warp; at a tile's end, over its warps -> one atomic a column and tile
 //
 // Bytes moved per element: 2 or 4 read, once for both.
 // Launch: blocks of 256 threads, as many as the device holds at once, each going through tiles of 256 rows by 256 columns
@@ -95,8 +95,8 @@ cudaError_t launch(const LineAmaxesProblem& p, cudaStream_t stream) {
   if (p.batch * p.rows * p.columns == 0 || (!p.of_rows && !p.of_columns)) return cudaSuccess;
   return with_element(p.type, [&](auto element) {
     using E = decltype(element);
-    LineAmaxesArguments a = {p.x,         p.rows,       p.columns, {},
-                             p.of_rows, p.of_columns, aligned(p.x, 16) && p.columns * E::kBytes % 16 == 0};
+    LineAmaxesArguments a = {
+        p.x, p.rows, p.columns, {}, p.of_rows, p.of_columns, aligned(p.x, 16) && p.columns * E::kBytes % 16 == 0};
     if (!cut(p.batch, divide_up(p.rows, kLineTileRows), divide_up(p.columns, 32 * (16 / E::kBytes)), a.tiles))
       return cudaErrorInvalidValue;
     return launch_over_tiles<line_amaxes<E>, LineAmaxesShared>(kAmaxThreads, a, stream);

@@ -11,8 +11,8 @@
 #include "../launch.h"
 #include "amax.cuh"
 #include "line_codes.cuh"
-#include "quantize_lines.h"
 #include "quantize_launch.cuh"
+#include "quantize_lines.h"
 
 namespace jaxlowprec {
 namespace cuda {
@@ -59,9 +59,7 @@ __global__ void __launch_bounds__(kRowThreads, kLineRowBlocks<E, kStochastic>)
   const auto* row = static_cast<const typename E::Storage*>(a.x) + line * a.columns;
   const int64_t step = 16 * threads, at_once = kLineHeld * step, end = (a.columns - 1) / at_once * at_once;
   Sixteen<E> held[kLineHeld];
-  const auto load = [&](int64_t first) {
-    load_held(row, first + 16 * place, step, columns, a.whole, a.aligned, held);
-  };
+  const auto load = [&](int64_t first) { load_held(row, first + 16 * place, step, columns, a.whole, a.aligned, held); };
   uint32_t most = 0;
   if (a.amax) {
     load(end);

@@ -86,7 +86,9 @@ struct LineTile : TileCorner {
 
 /// Blocks that registers are to suffice for.
 template <class E, bool kStochastic>
-constexpr int kLineTileBlocks = E::kBytes == 4 ? 2 : kStochastic ? 3 : 4;
+constexpr int kLineTileBlocks = E::kBytes == 4 ? 2
+                                : kStochastic  ? 3
+                                               : 4;
 
 template <class E, class Code, bool kStochastic>
 __global__ void __launch_bounds__(kTileThreads, kLineTileBlocks<E, kStochastic>)
@@ -126,7 +128,8 @@ cudaError_t launch_line_tiles(const QuantizeProblem& p, cudaStream_t stream) {
       using E = decltype(element);
       using Code = decltype(code);
       using Shared = LineTilesShared<E, Code>;
-      static_assert(kLineTileBlocks<E, false> * (sizeof(Shared) + 1024) <= 228 * 1024, "an sm_90 holds them, and needs 1 KiB");
+      static_assert(kLineTileBlocks<E, false> * (sizeof(Shared) + 1024) <= 228 * 1024,
+                    "an sm_90 holds them, and needs 1 KiB");
       a.aligned = aligned(p.x, 16) && p.columns * E::kBytes % 16 == 0;
       return p.random() ? launch_over_tiles<quantize_line_tiles<E, Code, true>, Shared>(kTileThreads, a, stream)
                         : launch_over_tiles<quantize_line_tiles<E, Code, false>, Shared>(kTileThreads, a, stream);

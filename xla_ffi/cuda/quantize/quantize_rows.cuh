@@ -24,8 +24,8 @@ constexpr int kWarpSegments = 1 << kLogWarpSegments;
 static_assert(kWarpSegments * kRowWarps == kTileSegments, "a warp's share of a tile");
 constexpr int kSegmentsAhead = 2;  // loaded before the first is used
 
-/// Sixteens of a row, `step` columns from one to the next, zeros beyond its `columns`. whole: rows are sixteens that begin at
-/// multiples of 16 bytes; pieces: they begin at such.
+/// Sixteens of a row, `step` columns from one to the next, zeros beyond its `columns`. whole: rows are sixteens that begin
+/// at multiples of 16 bytes; pieces: they begin at such.
 ///
 /// Where they are whole, every load is issued before any is used: there is no branch between them.
 template <class E, int kHeld>

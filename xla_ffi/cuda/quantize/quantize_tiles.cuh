@@ -24,8 +24,8 @@ struct alignas(4 * kCodeWords<Code>) CodePiece {
   uint32_t words[kCodeWords<Code>];
 };
 
-/// Where the codes of 16 rows of a column lie among a tile's. Even columns come first, and pieces are permuted, so that neither
-/// the threads of neighbouring pairs nor those of neighbouring pieces meet in a bank.
+/// Where the codes of 16 rows of a column lie among a tile's. Even columns come first, and pieces are permuted, so that
+/// neither the threads of neighbouring pairs nor those of neighbouring pieces meet in a bank.
 template <class Code>
 JLP_DEVICE int column_piece(int column, int rows_16) {
   const int pair = column / 2, line = pair + column % 2 * kTilePairs;
