@@ -35,6 +35,11 @@ def saved_study() -> str:
     return _gaps(load("saved_study"), "no block in bf16")
 
 
+def eight_bit_study() -> str:
+    """The same of 8 bits by rows."""
+    return _gaps(load("eight_bit_study"), "no block in bf16")
+
+
 def calibration() -> str:
     """Perplexities of one model after conversions."""
     result = load("calibration")

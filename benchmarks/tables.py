@@ -44,6 +44,7 @@ TABLES = {
             study_tables.sums_study,
             study_tables.policy_study,
             study_tables.saved_study,
+            study_tables.eight_bit_study,
             study_tables.calibration,
         ),
         *(mesh_tables.traffic, mesh_tables.projection, mesh_tables.mesh_overhead),

@@ -1,5 +1,6 @@
 // The GEMMs of every instruction set against matmul_reference.h, byte for byte: all pairs of formats, over ragged shapes,
 // epilogues and hostile numbers. All are held to the same bytes, so instruction sets agree with each other.
+#include "format_makers.h"
 #include "kernel_runs.h"
 #include "matmul_reference.h"
 
