@@ -67,6 +67,7 @@ ONE_OF_EACH = (  # every element, scaling and shape of block
 )
 COUNTED = tuple(fmt for fmt in ONE_OF_EACH if fmt.scaling != "rows")  # those whose statistics have kernels
 OF_CACHES = (jlp.Float8Rows(rule="cache"), jlp.Int8Rows(rule="cache"))  # quantised by the reference, without kernels
+BY_WEIGHTS_RULE = jlp.Float8Rows(rule="w4afp8")  # without kernels, too
 
 
 def format_name(fmt):

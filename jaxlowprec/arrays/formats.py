@@ -100,9 +100,9 @@ class Format:
         block, scale_rule, power_of_two, amax_epsilon: fields of the formats that have them, else these defaults.
         row_scaled: whether each line along the quantised axis is a tensor with an amax of its own.
         pad: whether zeros fill a last block that the array does not fill; else such an array is an error.
-        weight_only: whether it is for weights only, which are rounded to nearest and not rotated.
+        weight_only: whether it is for weights only.
         least: no scale of a line is smaller.
-        caches: whether its rule is that of caches of keys and values, which only the reference quantises by.
+        without_kernel: the rule, in words, that has no kernel, so that the reference quantises; else "".
     """
 
     element: str
@@ -115,7 +115,7 @@ class Format:
     row_scaled: bool = False
     pad: bool = True
     weight_only: bool = False
-    caches: bool = False
+    without_kernel: str = ""
 
     @property
     def least(self) -> float:
@@ -155,6 +155,11 @@ class Format:
     def chooses_scales(self) -> bool:
         """Whether a block takes the best of several scales (numerics.md 13): for codes that round to nearest."""
         return False
+
+    @property
+    def nearest_only(self) -> bool:
+        """Whether arrays are neither rotated nor rounded stochastically."""
+        return self.weight_only or self.row_scaled
 
     @property
     def has_zero_point(self) -> bool:

@@ -12,41 +12,50 @@ import numpy as np
 from jaxlowprec.arguments import one_of, shown
 from jaxlowprec.arrays.formats import Float8, Format
 
-Float8Rule = Literal["deploy", "cache"]
+Float8Rule = Literal["deploy", "cache", "w4afp8"]
 Int8Rule = Literal["deploy", "compressed-tensors", "cache"]
 LEAST_SCALE_SERVED = 1 / (448 * 512)
 """The least scale of a token's activations in vLLM's FP8 kernels."""
 LEAST_SCALE_OF_CACHES = 1e-6
 """The least scale of a token's key or value in vLLM's caches."""
+W4AFP8_GROUP = 128
+"""Elements that share 15 numbers under the rule of 4-bit weights."""
 
 
 class _Rows(Format):
     """The common part of the formats whose lines have a scale each."""
 
     scaling = "rows"
+    least_scale: float = 0.0
 
     @property
-    def caches(self) -> bool:  # type: ignore[override]
-        """See `Format`."""
+    def caches(self) -> bool:
+        """Whether its rule is that of caches of keys and values."""
         return self.scale_rule == "cache"
+
+    @property
+    def without_kernel(self) -> str:  # type: ignore[override]
+        """See `Format`."""
+        return "the rule of caches" if self.caches else ""
 
     @property
     def least(self) -> float:
         """See `Format`."""
-        return float(np.float32(LEAST_SCALE_OF_CACHES)) if self.caches else getattr(self, "least_scale", 0.0)
+        return float(np.float32(LEAST_SCALE_OF_CACHES)) if self.caches else self.least_scale
 
     @property
     def attributes(self) -> dict[str, Any]:
-        """See `Format`. A kernel decodes the codes of caches as others."""
+        """See `Format`. A kernel decodes codes without knowing by which rule they were chosen."""
         rule = "deploy" if self.element == "int8" else "up"
-        named = {"scale_rule": rule} if self.caches else {}
+        named = {"scale_rule": rule, "block": np.int32(1)} if self.without_kernel else {}
         return {**super().attributes, **named, "least_scale": np.float32(self.least)}
 
-    def _check_cache(self) -> None:
-        """Raises ValueError for a field that the rule of caches does not leave open."""
-        if self.caches and self.scale_dtype != "float32":
+    def _check_scale_dtype(self) -> None:
+        """Raises ValueError for scales that are not float32 under a rule that has no others."""
+        if self.without_kernel and self.scale_dtype != "float32":
             raise ValueError(
-                f'{type(self).__name__}: rule="cache" with scale_dtype={self.scale_dtype!r}; caches hold float32 scales'
+                f'{type(self).__name__}: rule="{self.scale_rule}" with scale_dtype={self.scale_dtype!r}; '
+                f"{self.without_kernel} has float32 scales"
             )
 
     def _set_scale_dtype(self) -> None:
@@ -79,10 +88,13 @@ class Float8Rows(_Rows):
         least_scale: scales are no smaller. vLLM's kernels have 1 / (448 * 512) for activations. Gradients must not have
             it: their lines would underflow.
         rule: "deploy": that of activations and weights. "cache": that of keys and values in vLLM's
-            `fp8_per_token_head` caches, whose least scale is 1e-6 and which multiplies by the scale's reciprocal. It
-            has no kernel: pure JAX quantises.
+            `fp8_per_token_head` caches, whose least scale is 1e-6 and which multiplies by the scale's reciprocal.
+            "w4afp8": 4-bit weights as vLLM's kernel for Hopper decodes them from files of the scheme `w4afp8`: each
+            128 elements of a line have 15 numbers, rounded to E4M3, among them. The files hold 4 bits per element, and
+            what is served is what these codes say; a GEMM takes them as any others. "cache" and "w4afp8" have no
+            kernel: pure JAX quantises.
 
-    Source: vLLM 0.32, compressed-tensors 0.20; numerics.md 18.
+    Source: vLLM 0.32, compressed-tensors 0.20, `packed_scale_t` of CUTLASS; numerics.md 18.
     """
 
     element: Float8 = "e4m3"
@@ -101,13 +113,43 @@ class Float8Rows(_Rows):
                 "float32"
             )
         object.__setattr__(self, "least_scale", float(np.float32(value)))
-        self._check("rule", ("deploy", "cache"))
-        self._check_cache()
-        if self.caches and (value or self.element != "e4m3"):
+        self._check("rule", ("deploy", "cache", "w4afp8"))
+        self._check_scale_dtype()
+        if self.without_kernel and (value or self.element != "e4m3"):
             raise ValueError(
-                f'Float8Rows: rule="cache" with element={self.element!r}, least_scale={value}; it is a rule of E4M3 '
-                f"with its own least scale, {LEAST_SCALE_OF_CACHES}: leave both out"
+                f'Float8Rows: rule="{self.rule}" with element={self.element!r}, least_scale={value}; it is a rule of '
+                f"E4M3 with its own least scale, {self.least:.6g}: leave both out"
             )
+
+    @property
+    def in_groups(self) -> bool:
+        """Whether its rule is that of 4-bit weights."""
+        return self.rule == "w4afp8"
+
+    @property
+    def nearest_only(self) -> bool:
+        """See `Format`."""
+        return self.in_groups
+
+    @property
+    def pad(self) -> bool:  # type: ignore[override]
+        """See `Format`."""
+        return not self.in_groups
+
+    @property
+    def block(self) -> tuple[int, int]:  # type: ignore[override]
+        """See `Format`: the elements that share 15 numbers, if its rule is that of 4-bit weights."""
+        return 1, W4AFP8_GROUP if self.in_groups else 1
+
+    @property
+    def without_kernel(self) -> str:  # type: ignore[override]
+        """See `Format`."""
+        return "the rule of 4-bit weights" if self.in_groups else super().without_kernel
+
+    @property
+    def least(self) -> float:
+        """See `Format`."""
+        return float(8 * np.float32(LEAST_SCALE_SERVED)) if self.in_groups else super().least
 
     @property
     def scale_rule(self) -> Any:  # type: ignore[override]
@@ -140,7 +182,7 @@ class Int8Rows(_Rows):
     def __post_init__(self) -> None:
         self._check("rule", ("deploy", "compressed-tensors", "cache"))
         self._set_scale_dtype()
-        self._check_cache()
+        self._check_scale_dtype()
 
     @property
     def scale_rule(self) -> Any:  # type: ignore[override]

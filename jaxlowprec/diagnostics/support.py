@@ -146,8 +146,8 @@ def runs(
         return Runs("portable", f"{_portable(op, platform, formats)}, because {why_not}")
     if op == "statistics" and any(f.scaling == "rows" for f in formats):
         return Runs("reference", "what scales of rows did is counted in pure JAX: there is no kernel yet")
-    if op in ("quantize", "fake_quantize") and any(f.caches for f in formats):
-        why = f"{_portable(op, platform, formats)}: the rule of caches has no kernel"
+    if op in ("quantize", "fake_quantize") and (rules := [f.without_kernel for f in formats if f.without_kernel]):
+        why = f"{_portable(op, platform, formats)}: {rules[0]} has no kernel"
         return Runs("reference" if platform == "cpu" else "portable", why)
     targets = _TARGETS.get(op) or _PRODUCT_TARGETS[op]
     weight_only = len(formats) == 1 and formats[0].weight_only if op in _TARGETS else len(formats) == 1

@@ -14,7 +14,16 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxlowprec as jlp
-from tests.helpers import FLOATS, FORMATS, OF_CACHES, ONE_OF_EACH, assert_same_bytes, format_name, often, random_array
+from tests.helpers import (
+    FLOATS,
+    FORMATS,
+    OF_CACHES,
+    ONE_OF_EACH,
+    assert_same_bytes,
+    format_name,
+    often,
+    random_array,
+)
 from tests.sharding import meshes
 
 pytestmark = pytest.mark.sampled(5)

@@ -15,11 +15,19 @@ from jaxlowprec.ops.grouped_matmul.api import multiply_within_groups, quantize_g
 from jaxlowprec.ops.int4 import reference as int4
 from jaxlowprec.ops.norms import reference as norms
 from jaxlowprec.ops.quantize import reference as quantize
-from tests.helpers import CHOSEN_SCALES, OF_CACHES, ONE_OF_EACH, assert_same_numbers, format_name, random_array
+from tests.helpers import (
+    BY_WEIGHTS_RULE,
+    CHOSEN_SCALES,
+    OF_CACHES,
+    ONE_OF_EACH,
+    assert_same_numbers,
+    format_name,
+    random_array,
+)
 
 REFERENCE = {"implementation": "reference"}
 INT4S = (jlp.Int4(), jlp.Int4(symmetric=False), jlp.Int4(rule="slime"), jlp.Int4(rule="compressed-tensors"))
-FORMATS = (*ONE_OF_EACH, *OF_CACHES, jlp.MXFP8(scale_rule="up"), *CHOSEN_SCALES)
+FORMATS = (*ONE_OF_EACH, *OF_CACHES, BY_WEIGHTS_RULE, jlp.MXFP8(scale_rule="up"), *CHOSEN_SCALES)
 SHAPE = (64, 256)
 
 ESTIMATES = ("reciprocal_estimate", "inverse_root_estimate")  # functions whose results are corrected

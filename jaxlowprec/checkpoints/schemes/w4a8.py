@@ -13,18 +13,21 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
+import ml_dtypes
 import numpy as np
 
-from jaxlowprec.arguments import as_array
-from jaxlowprec.arrays.formats import SYMMETRIC_ZERO
+from jaxlowprec.arguments import as_array, one_of
+from jaxlowprec.arrays.formats import SYMMETRIC_ZERO, Format
 from jaxlowprec.arrays.quantized_array import QuantizedArray
+from jaxlowprec.arrays.row_formats import W4AFP8_GROUP, Float8Rows
 from jaxlowprec.checkpoints.schemes.base import Spec, Tensors
-from jaxlowprec.checkpoints.schemes.codes import pack_bytes, unpack_bytes
+from jaxlowprec.checkpoints.schemes.codes import E4M3, pack_bytes, pack_words, unpack_bytes, unpack_words
 from jaxlowprec.checkpoints.schemes.compressed_tensors import config_of
 from jaxlowprec.checkpoints.schemes.eight_bit_tensors import FLOAT8, activations_of
-from jaxlowprec.checkpoints.schemes.int4 import Int4Groups, PackedInt4, decode
+from jaxlowprec.checkpoints.schemes.hopper_groups import served, stored
+from jaxlowprec.checkpoints.schemes.int4 import Int4Groups, PackedInt4, decode, not_loadable
 from jaxlowprec.checkpoints.schemes.mx import PackedMXFP4
 
 INT8: Mapping[str, Any] = {"num_bits": 8, "type": "int", "symmetric": True}
@@ -40,15 +43,81 @@ def _with_inputs(config: dict[str, Any], activations: Mapping[str, Any]) -> dict
 class W4AFloat8(PackedInt4):
     """Compressed-tensors "pack-quantized" with activations in FP8, each token by itself (W4AFP8).
 
-    vLLM's kernel for Hopper rounds the scales of groups to E4M3, and their products with codes again, so it serves
-    weights that are up to 10 % off, 3.4 % root mean square.
+    vLLM's kernel for Hopper rounds the scales of groups to E4M3, and their products with codes again. It serves weights
+    that are up to 10 % off those of `Int4`, 3.4 % root mean square.
+
+    Arguments:
+        group_size, scale_dtype: see `PackedInt4`.
+        kernel: what decodes the file. "any": code * scale, `Int4`. "hopper": vLLM's kernel for Hopper, to the bit; the
+            format is `Float8Rows(rule="w4afp8")`, which weights are quantised to, so that those are served. It needs
+            groups of 128, bfloat16 scales, and rows in multiples of 128. Any file of such groups is read as what that
+            kernel serves, and stored again with the scales of what it serves. Both write and read the same tensors.
+
+    Raises:
+        ValueError: a field has another value.
     """
 
+    kernel: Literal["any", "hopper"] = "any"
+
     name: ClassVar[str] = "w4afp8"
+
+    def __post_init__(self):
+        one_of(self.name, "kernel", self.kernel, "any", "hopper")
+        if self.kernel == "hopper" and (self.group_size, self.scale_dtype) != (W4AFP8_GROUP, "bfloat16"):
+            raise ValueError(
+                f'{self.name}: kernel="hopper" with group_size={self.group_size}, scale_dtype="{self.scale_dtype}"; '
+                f'that kernel needs group_size={W4AFP8_GROUP} and scale_dtype="bfloat16"'
+            )
+
+    @property
+    def format(self) -> Format:
+        """See `kernel`."""
+        return Float8Rows(rule="w4afp8") if self.kernel == "hopper" else super().format
+
+    def check(self, shape: Sequence[int]) -> str | None:
+        """See `Scheme`."""
+        reason = super().check(shape)
+        if reason is None and self.kernel == "hopper" and shape[0] % W4AFP8_GROUP:
+            return f"its {shape[0]} rows are not a multiple of {W4AFP8_GROUP}, which vLLM's kernel for Hopper needs"
+        return reason
 
     def quantization_config(self, ignore: Sequence[str]) -> dict[str, Any]:
         """See `Scheme`."""
         return _with_inputs(super().quantization_config(ignore), activations_of(FLOAT8, "dynamic"))
+
+    def holds(self, q: QuantizedArray) -> bool:
+        """See `Scheme`. Codes of `Float8Rows` are those of this file only by its rule."""
+        return q.format == self.format if self.kernel == "hopper" else super().holds(q)
+
+    def _decode(self, tensors: Tensors, shape: tuple[int, int], dtype: np.dtype) -> np.ndarray:
+        if self.kernel == "any":
+            return super()._decode(tensors, shape, dtype)
+        codes, scale = served(*self._groups_of(tensors, shape))
+        return (E4M3[codes] * scale).astype(dtype, copy=False)
+
+    def _read(self, tensors: Tensors, shape: tuple[int, int], dtype: np.dtype) -> QuantizedArray:
+        if self.kernel == "any":
+            return super()._read(tensors, shape, dtype)
+        codes, scale = served(*self._groups_of(tensors, shape))
+        data = as_array(codes.view(ml_dtypes.float8_e4m3fn))
+        return QuantizedArray(data, as_array(scale), None, None, self.format, shape, dtype, -1, None)
+
+    def _groups_of(self, tensors: Tensors, shape: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
+        """Codes from -8 to 7, int8 [N, K], and the scales of groups."""
+        if self._scattered(tensors, shape[1]) is not None:
+            raise not_loadable(self.name, "weight_g_idx")
+        codes = unpack_words(tensors["weight_packed"], shape[1]).view(np.int8) - np.int8(SYMMETRIC_ZERO)
+        return codes, tensors["weight_scale"]
+
+    def _write(self, q: QuantizedArray) -> dict[str, np.ndarray]:
+        if self.kernel == "any":
+            return super()._write(q)
+        codes, scale = stored(np.asarray(q.data).view(np.uint8), np.asarray(q.scale))
+        return {
+            "weight_packed": pack_words((codes + np.int8(SYMMETRIC_ZERO)).view(np.uint8)),
+            "weight_scale": scale,
+            "weight_shape": np.asarray(q.matrix_shape, np.int64),
+        }
 
 
 @dataclasses.dataclass(frozen=True)

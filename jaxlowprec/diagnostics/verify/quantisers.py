@@ -217,7 +217,7 @@ def items() -> Iterator[Item]:
     """All of them."""
     for fmt in FORMATS:
         yield Item(f"quantize {name_of(fmt)}, nearest", functools.partial(_nearest, fmt, False))
-        if not (fmt.chooses_scales or fmt.row_scaled or fmt.weight_only):
+        if not (fmt.chooses_scales or fmt.nearest_only):
             yield Item(f"quantize {name_of(fmt)}, stochastic", functools.partial(_drawn, fmt, False))
     yield Item("quantize NVFP4 1x16 rotated, nearest", functools.partial(_nearest, NVFP4(), True))
     yield Item("quantize NVFP4 1x16 rotated, stochastic", functools.partial(_drawn, NVFP4(), True))

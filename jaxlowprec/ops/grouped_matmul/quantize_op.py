@@ -139,8 +139,8 @@ def grouped_quantize_op(spec: GroupedQuantizeSpec, implementation: Implementatio
     Indices along T are counted from each group's first row.
     """
     fmt, chosen = spec.format, choose("grouped_matmul", implementation)
-    if fmt.caches:
-        chosen = without_kernels(chosen, "the rule of caches", "cpu", "cuda")
+    if fmt.without_kernel:
+        chosen = without_kernels(chosen, fmt.without_kernel, "cpu", "cuda")
     elif spec.by_lines:
         chosen = without_kernels(chosen, "scales of rows in groups", "cuda")
 

@@ -227,7 +227,7 @@ def quantize_both(
     batch = tensor_batch(who, x, fmt, (-1, -2), rotation, max(roundings, key=draws_bits), rows_split)
     sign_source(who, rotation, sign_key, batch, x.shape[len(batch) : -2])
     separately = row_rounding != column_rounding or (rotation is not None and not rotates_in_pass(fmt, rotation))
-    if fmt.scaling == "float16" or fmt.row_scaled or separately:
+    if fmt.nearest_only or separately:
         options: dict[str, Any] = {
             "encode_scale": encode_scale,
             "offset": offset,

@@ -94,8 +94,8 @@ def check_length(who: str, x: jax.Array, fmt: Format, axis: int) -> None:
     """Raises ValueError if the quantised axis does not end with a whole block, unless the format pads."""
     if not fmt.pad and (length := x.shape[axis]) % fmt.length:
         raise ValueError(
-            f"{who}: x has {length} elements along axis {axis}; {type(fmt).__name__}(group_size={fmt.length}) needs a "
-            f"multiple of {fmt.length}, or pad=True"
+            f"{who}: x has {length} elements along axis {axis}; {fmt} needs a multiple of {fmt.length}"
+            f"{', or pad=True' if fmt.weight_only else ''}"
         )
 
 
@@ -112,10 +112,10 @@ def check_plain(who: str, fmt: Format, rotation: Hadamard | None, rounding: str)
     """Raises ValueError for options that a format does not have."""
     check_rounding(who, fmt, rounding)
     check_eden(who, fmt, rotation, rounding)
-    if not (fmt.weight_only or fmt.row_scaled):
+    if not fmt.nearest_only:
         return
     if rotation:
-        what = "weights" if fmt.weight_only else "arrays"
+        what = "arrays" if fmt.row_scaled else "weights"
         raise ValueError(f"{who}: hadamard={rotation} was given, but {fmt} {what} are not rotated; leave it out")
     if rounding == "stochastic":
         raise ValueError(nearest_only(who, fmt, rounding))
@@ -153,7 +153,7 @@ def check_eden(who: str, fmt: Format, rotation: Hadamard | None, rounding: str) 
     """Raises ValueError for MS-EDEN of what it is not made for (numerics.md 14)."""
     if rounding != "eden":
         return
-    if fmt.weight_only or fmt.row_scaled:
+    if fmt.nearest_only:
         raise ValueError(nearest_only(who, fmt, rounding))
     if fmt.scaling != "two_level" or fmt.tiles:
         raise ValueError(

@@ -184,8 +184,8 @@ def quantize_op(spec: QuantizeSpec, implementation: Implementation) -> wiring.Op
     """x, an amax [...] (or encode scale) per direction for formats with a tensor scale, then if stochastic key words
     [..., 2] and indices of lines and sixteens per direction -> codes and scales per direction."""
     rule, chosen = rule_of(spec), choose("quantize", implementation)
-    if spec.format.caches:
-        chosen = without_kernels(chosen, "the rule of caches", "cpu", "cuda")
+    if what := spec.format.without_kernel:
+        chosen = without_kernels(chosen, what, "cpu", "cuda")
 
     def on_matrix(body: wiring.Body) -> wiring.Body:
         return lambda x, *operands: in_parts(spec, x, body(*merged(spec, x, *operands)))

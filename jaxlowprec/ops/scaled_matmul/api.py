@@ -362,6 +362,10 @@ def check_pair(who: str, a: Format, b: Format) -> None:
             f"{who}: lhs is {a} and rhs is {b}; there is no GEMM of integers with floats: quantise both to Int8Rows, "
             "or both to Float8Rows"
         )
+    if a.scale_rule == "w4afp8":
+        raise NotImplementedError(
+            f"{who}: lhs is {a}, the rule of weights that are served in 4 bits; quantise lhs by Float8Rows()"
+        )
     if a.element == "int8" and a.scale_rule == "compressed-tensors":
         raise NotImplementedError(
             f"{who}: lhs is {a}, which has codes of -128; only rhs may: quantise lhs by Int8Rows()"

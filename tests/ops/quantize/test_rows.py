@@ -248,8 +248,8 @@ class TestCaches:
                 "it is a rule of E4M3 with its own least scale, 1e-06: leave both out",
             ),
             (jlp.Float8Rows, {"least_scale": 1e-3}, "least_scale=0.001; it is a rule"),
-            (jlp.Float8Rows, {"scale_dtype": "bfloat16"}, "caches hold float32 scales"),
-            (jlp.Int8Rows, {"scale_dtype": "float16"}, "caches hold float32 scales"),
+            (jlp.Float8Rows, {"scale_dtype": "bfloat16"}, "the rule of caches has float32 scales"),
+            (jlp.Int8Rows, {"scale_dtype": "float16"}, "the rule of caches has float32 scales"),
         ],
     )
     def test_what_the_rule_fixes(self, make, options, message):
