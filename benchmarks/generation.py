@@ -100,13 +100,13 @@ def products(decoder: Decoder) -> Any:
     return lambda: chain(groups, inputs)
 
 
-def steps(generator: Generator) -> Any:
-    """A call of TOKENS steps after a prompt, as `Generator` makes them. The cache is used again."""
-    keys, span = jax.vmap(jax.random.key)(jnp.zeros(1, jnp.uint32)), generator.span(PROMPT + TOKENS)
+def steps(generator: Generator, begin: int = PROMPT) -> Any:
+    """A call of TOKENS steps from this place on, as `Generator` makes them. The cache is used again."""
+    keys, span = jax.vmap(jax.random.key)(jnp.zeros(1, jnp.uint32)), generator.span(begin + TOKENS)
     held = {"cache": generator.prefill([[1] * PROMPT])[1]}
 
     def call() -> jax.Array:
-        cache = dataclasses.replace(held["cache"], lengths=jnp.full(1, PROMPT, jnp.int32))
+        cache = dataclasses.replace(held["cache"], lengths=jnp.full(1, begin, jnp.int32))
         tokens = jnp.ones(1, jnp.int32)
         for _ in range(TOKENS):
             cache, tokens, _ = generator._step(
