@@ -39,7 +39,7 @@ from jaxlowprec.recipes.transformer_engine import (
 )
 
 if TYPE_CHECKING:
-    from jaxlowprec import checkpoints, debug, decoder, linen, lora, moe, nnx, rl, traffic, weight_sync
+    from jaxlowprec import checkpoints, debug, decoder, kv, linen, lora, moe, nnx, rl, traffic, weight_sync
     from jaxlowprec.diagnostics.support import Supported, supported
     from jaxlowprec.layers.collectives import all_gather_quantized, all_to_all_quantized
     from jaxlowprec.layers.fused_mlp import mlp
@@ -131,6 +131,7 @@ __all__ = [
     "layouts",
     "linear",
     "linears",
+    "kv",
     "linen",
     "lora",
     "matmul_reduce_scatter",
@@ -159,7 +160,7 @@ __all__ = [
 ]
 
 
-_MODULES = {"checkpoints", "debug", "decoder", "linen", "lora", "moe", "nnx", "rl", "traffic", "weight_sync"}
+_MODULES = {"checkpoints", "debug", "decoder", "kv", "linen", "lora", "moe", "nnx", "rl", "traffic", "weight_sync"}
 _FROM = {
     "OsciReset": "models.oscillation",
     "Policy": "models.find_policy",

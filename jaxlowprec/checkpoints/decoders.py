@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import pathlib
+import re
 import shutil
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
@@ -17,6 +20,8 @@ from jaxlowprec import checkpoints
 from jaxlowprec.checkpoints import CheckpointError, TreeMapping, mapping_for
 from jaxlowprec.checkpoints.files.folder import CheckpointFolder
 from jaxlowprec.checkpoints.files.safetensors_file import write_tensors
+from jaxlowprec.checkpoints.trees.kv_scales import IN_PROJECTIONS, cache_scales
+from jaxlowprec.checkpoints.trees.mapping import Rule
 from jaxlowprec.models.decoder.config import CONFIG, FAMILIES, DecoderConfig
 from jaxlowprec.models.decoder.model import Decoder
 
@@ -34,7 +39,7 @@ TOKENIZER_FILES = (
     "generation_config.json",
 )
 
-_WEIGHTS = nnx.Any(nnx.Param, jlp.nnx.Quantized, jlp.nnx.SelectionBias)
+_WEIGHTS = nnx.Any(nnx.Param, jlp.nnx.Quantized, jlp.nnx.SelectionBias, jlp.nnx.KVScale)
 _QUANTIZATION = ("quantization_config", "compression_config")
 _DRAFTS = ("num_nextn_predict_layers", "num_mtp_layers")
 
@@ -70,11 +75,37 @@ def load(folder: pathlib.Path, *, dtype: Any = jnp.float32, param_dtype: Any = j
         CheckpointError: files are missing or wrong.
     """
     config = DecoderConfig.of_folder(folder)
+    mapping = mapping_of(config)
     with CheckpointFolder(folder) as source:
         require_counts(source, config)
+        scales = cache_scales({name: source.spec(name).shape for name in source.shard_of})
     decoder = nnx.eval_shape(lambda: Decoder(config, dtype=dtype, param_dtype=param_dtype, rngs=nnx.Rngs(0)))
-    nnx.update(decoder, checkpoints.load(folder, decoder, mapping_of(config)))
+    nnx.update(decoder, checkpoints.load(folder, with_scales(decoder, scales), reading(mapping, scales)))
+    for _, scale in nnx.iter_graph(decoder):
+        if isinstance(scale, jlp.nnx.KVScale):
+            scale.set_value(jnp.atleast_1d(scale.get_value()))
     return decoder
+
+
+def with_scales(decoder: Decoder, scales: Mapping[str, tuple[int, ...]]) -> Decoder:
+    """The decoder, with a place for each of a file's static scales of a cache, by their names and shapes."""
+    for name, shape in scales.items():
+        layer = re.search(r"\.(\d+)\.self_attn\.", name)
+        if layer is None or int(layer[1]) >= len(decoder.layers):
+            raise CheckpointError(f"{name} is a scale of a cache that no layer of the decoder has")
+        attention = decoder.layers[int(layer[1])].self_attn
+        scale = jlp.nnx.KVScale(jax.ShapeDtypeStruct(shape, jnp.float32))
+        setattr(attention, name.rpartition(".")[2], nnx.data(scale))
+    return decoder
+
+
+def reading(mapping: TreeMapping, scales: Iterable[str]) -> TreeMapping:
+    """The mapping, with ModelOpt's names of these scales if they have them."""
+    if not any(IN_PROJECTIONS.search(name) for name in scales):
+        return mapping
+    names = {f"self_attn.{kind}_scale": f"self_attn.{kind}_proj.{kind}_scale" for kind in "kv"}
+    rules = [Rule(f"layers.{{i}}.{ours}", f"model.layers.{{i}}.{theirs}") for ours, theirs in names.items()]
+    return dataclasses.replace(mapping, rules=(*rules, *mapping.rules))
 
 
 def copy_tokenizer(source: pathlib.Path, destination: pathlib.Path) -> None:

@@ -6,6 +6,7 @@ from jaxlowprec.nnx.convolution import Conv
 from jaxlowprec.nnx.einsum import Einsum, Embed
 from jaxlowprec.nnx.grouped import GroupedLinear
 from jaxlowprec.nnx.layers import (
+    KVScale,
     Linear,
     LinearGeneral,
     OverwriteWithGradient,
@@ -32,6 +33,7 @@ __all__ = [
     "LoRALinearGeneral",
     "MoE",
     "NormLinear",
+    "KVScale",
     "OverwriteWithGradient",
     "Quantized",
     "RMSNorm",

@@ -48,6 +48,11 @@ class Quantized(nnx.Variable):
     """
 
 
+@nnx.register_variable_name("KVScale")
+class KVScale(nnx.Variable):
+    """A static scale of a layer's keys or values in a cache: float32 [1], or [key_heads]. It is not a parameter."""
+
+
 @nnx.register_variable_name("OverwriteWithGradient")
 class OverwriteWithGradient(nnx.Param):
     """A leaf of a layer's delayed-scaling state. Its gradient is its new value, or zeros where there is none: wrap the

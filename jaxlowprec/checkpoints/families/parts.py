@@ -54,7 +54,13 @@ def attention() -> Rules:
     for module, kernel, bias in kinds:
         found.append(Rule(f"{LAYER}{at}{module}.kernel", f"{IN_FILE}{at}{module}.weight", kernel))
         found.append(Rule(f"{LAYER}{at}{module}.bias", f"{IN_FILE}{at}{module}.bias", bias))
-    return (*found, *norms(f"{at}q_norm", f"{at}k_norm"))
+    return (*found, *norms(f"{at}q_norm", f"{at}k_norm"), *kv_scales())
+
+
+def kv_scales() -> Rules:
+    """Static scales of a cache's keys and values, which keep their dtype: rounded, codes would be others."""
+    names = [f"self_attn.{kind}_scale" for kind in "kv"]
+    return tuple(Rule(f"{LAYER}{name}", f"{IN_FILE}{name}", keeps_dtype=True) for name in names)
 
 
 def gated_mlp(module: str = "mlp") -> Rules:
@@ -75,7 +81,7 @@ def fused_attention() -> Rules:
     """Files that hold queries, keys and values as one matrix; trees that hold them as one, or as three."""
     paths = tuple(f"{LAYER}self_attn.{part}_proj.kernel" for part in "qkv")
     joined = Rule(paths, f"{IN_FILE}self_attn.qkv_proj.weight", "D N -> +N D | D H d -> (+H d) D")
-    return (*linears("self_attn.qkv_proj"), *linears("self_attn.o_proj", layout=OUT)[:1], joined)
+    return (*linears("self_attn.qkv_proj"), *linears("self_attn.o_proj", layout=OUT)[:1], joined, *kv_scales())
 
 
 def experts(names: Sequence[str] = GATED, module: str = "mlp", gate: str = "gate") -> Rules:

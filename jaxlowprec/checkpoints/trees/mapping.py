@@ -246,7 +246,7 @@ class TensorReader:
         each = len(group.rule.names)
         made = [moves.back(parts[begin : begin + each]) for begin in range(0, len(parts), each)]
         if not moves.counts:
-            return as_array(np.ascontiguousarray(made[0]))
+            return as_array(np.asarray(made[0], order="C"))
         return stacked(made, moves.counts, moves.layout)
 
     def _tensor(self, group: Group, place: Place) -> Any:

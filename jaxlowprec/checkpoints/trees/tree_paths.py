@@ -12,7 +12,7 @@ from flax import nnx
 from jaxlowprec.arrays.quantized_array import QuantizedArray
 from jaxlowprec.checkpoints.errors import brief
 from jaxlowprec.checkpoints.files.strict_json import repeated
-from jaxlowprec.nnx import Quantized
+from jaxlowprec.nnx import KVScale, Quantized
 from jaxlowprec.nnx.moe import SelectionBias
 
 
@@ -93,7 +93,7 @@ def _is_leaf(x: Any) -> bool:
 
 def _as_tree(tree: Any) -> Any:
     if isinstance(tree, nnx.Module):
-        return nnx.state(tree, nnx.Any(nnx.Param, Quantized, SelectionBias))
+        return nnx.state(tree, nnx.Any(nnx.Param, Quantized, SelectionBias, KVScale))
     return tree["params"] if isinstance(tree, Mapping) and set(tree) == {"params"} else tree
 
 

@@ -19,6 +19,7 @@ from jaxlowprec.checkpoints.files.safetensors_file import write_tensors
 from jaxlowprec.checkpoints.files.written_whole import write_json
 from jaxlowprec.checkpoints.schemes import Scheme, from_config
 from jaxlowprec.checkpoints.schemes.base import FLOATS
+from jaxlowprec.checkpoints.trees.kv_scales import says_only_the_cache, with_kv_cache
 from jaxlowprec.checkpoints.trees.mapping import TreeMapping
 
 Folder = str | os.PathLike[str]
@@ -60,8 +61,10 @@ def save(
         raise CheckpointError(f"{path}: holds something already; save to a new or empty folder")
     tensors = with_scales(mapping.to_tensors(tree, scheme, dtype), activation_scales or {})
     content = dict(config)
-    if scheme is not None:
-        content = with_quantization(content, scheme.quantization_config(mapping.float_modules(tree)))
+    entry = None if scheme is None else scheme.quantization_config(mapping.float_modules(tree))
+    entry = with_kv_cache("save", entry, scheme, {name: tensor.shape for name, tensor in tensors.items()})
+    if entry is not None:
+        content = with_quantization(content, entry)
     path.mkdir(parents=True, exist_ok=True)
     files = _files(tensors, shard_bytes)
     for file, names in files.items():
@@ -85,7 +88,8 @@ def load(folder: Folder, like: Any, mapping: TreeMapping, *, scheme: Scheme | No
     """
     with CheckpointFolder(folder) as source:
         try:
-            if scheme is None and (quantization := quantization_of(source.config())):
+            quantization = quantization_of(source.config())
+            if scheme is None and quantization and not says_only_the_cache(quantization):
                 scheme = from_config(quantization)
             return mapping.from_tensors(LazyTensors(source), like, scheme)
         except CheckpointError:

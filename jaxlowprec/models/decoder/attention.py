@@ -13,6 +13,7 @@ import jaxlowprec as jlp
 from jaxlowprec.models.decoder.cache import LayerCache
 from jaxlowprec.models.decoder.config import DecoderConfig
 from jaxlowprec.models.decoder.configs.options import Latent
+from jaxlowprec.ops.kv_cache import KVCache
 
 INIT = nnx.initializers.normal(0.02)
 
@@ -61,12 +62,17 @@ class Parts:
 
 
 class Attention(nnx.Module):
-    """Attention of one layer. Linears follow the recipe or hold quantised kernels; the rest is float32."""
+    """Attention of one layer. Linears follow the recipe or hold quantised kernels; the rest is float32.
+
+    `k_scale` and `v_scale` are `nnx.KVScale`s, or None before `kv.calibrate`.
+    """
 
     def __init__(self, parts: Parts, layer: int):
         config = parts.config
         self.config, self.window, self.rope = config, config.windows[layer], config.rope_of(layer)
+        self.name = f"layers.{layer}.self_attn"
         self.sinks = nnx.data(parts.parameter(config.heads) if config.sinks else None)
+        self.k_scale, self.v_scale = nnx.data(None), nnx.data(None)
         self._make(parts)
 
     def _make(self, parts: Parts) -> None:
@@ -107,13 +113,34 @@ class Attention(nnx.Module):
         if cache is None:
             k, v = jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)
             kept = jlp.current_kv_cache()
-            seen, places = LayerCache(*((k, v) if kept is None else kept.as_kept(k, v))), None
+            if kept is not None:
+                static = {f"{name[0]}_scale": scale[:, None, None] for name, scale in self.static(kept).items()}
+                k, v = kept.as_kept(k, v, **static)
+            seen, places = LayerCache(k, v), None
         else:
-            cache, seen, places = cache.extended(k, v, starts=starts, span=span, counts=counts)
+            static = {} if cache.kept is None else self.static(cache.kept)
+            cache, seen, places = cache.extended(k, v, starts=starts, span=span, counts=counts, static=static)
         sinks = None if self.sinks is None else self.sinks[...]
         seen = self._read(seen, x.dtype)
         y = attended(q, seen, positions, self.window, config=self.config, places=places, sinks=sinks)
         return self.o_proj(y.reshape(*x.shape[:2], -1).astype(x.dtype)), cache
+
+    def static(self, kept: KVCache) -> dict[str, jax.Array]:
+        """The static scales that a cache needs, of "key" and "value", float32 [1 or key_heads].
+
+        Raises:
+            ValueError: a scale is missing.
+        """
+        found: dict[str, jax.Array] = {}
+        for name in kept.static:
+            scale = getattr(self, f"{name[0]}_scale")
+            if scale is None:
+                raise ValueError(
+                    f"{self.name}: {kept} keeps {name}s by static scales, and this layer has none; run "
+                    "jaxlowprec.kv.calibrate(decoder, tokens), or use a scale for each token and head: KVCache()"
+                )
+            found[name] = scale[...]
+        return found
 
     def _projected(self, x: jax.Array, tables: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Queries, and what the cache keeps as keys and values: [batch, time, heads, features]."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jaxlowprec.models.decoder.config import DecoderConfig
-from jaxlowprec.ops.kv_cache import KVCache
+from jaxlowprec.ops.kv_cache import KVCache, is_static, static_codes
 from jaxlowprec.ops.quantize.api import quantize
 
 KEPT_AS = {"bfloat16": "uint16", "float8_e4m3fn": "uint8", "float8_e5m2": "uint8"}
@@ -28,7 +29,7 @@ class LayerCache:
         keys, values: [batch, key_heads, places, features], see `DecoderConfig.cached`. Numbers of a type of `KEPT_AS`
             are kept as such integers.
         key_scales, value_scales: of 8-bit types, float32 [batch, key_heads, places]: a row, which is one token's in one
-            head, is its codes times its scale. None of others.
+            head, is its codes times its scale. None of others, and while scales are static, which the decoder has.
         kept: what keys and values are kept as; None: they are numbers, not quantised.
     """
 
@@ -47,14 +48,21 @@ class LayerCache:
         values = _in_dtype(self.values, dtype_of(self.kept.value))
         return dataclasses.replace(self, keys=keys, values=values, kept=None)
 
-    def written(self, k: jax.Array, v: jax.Array, starts: jax.Array | None) -> LayerCache:
-        """The cache with k and v [batch, time, key_heads, head] at the places that begin at `starts` [batch], or 0."""
+    def written(
+        self, k: jax.Array, v: jax.Array, starts: jax.Array | None, static: Mapping[str, jax.Array] | None = None
+    ) -> LayerCache:
+        """The cache with k and v [batch, time, key_heads, head] at the places that begin at `starts` [batch], or 0.
+
+        `static`: "key" and "value", where their formats have static scales, float32 [1 or key_heads].
+        """
         new: dict[str, Any] = {}
         for name, rows in (("key", k), ("value", v)):
             rows, held = jnp.swapaxes(rows, 1, 2), getattr(self, f"{name}s")
             fmt: Any = getattr(self.kept, name)
             if isinstance(fmt, str):
                 rows = rows.astype(fmt)
+            elif static and name in static:
+                rows = static_codes(rows.astype(jnp.float32), static[name][:, None, None])
             else:
                 q = quantize(rows, fmt)
                 rows = q.data
@@ -67,12 +75,19 @@ class LayerCache:
         return jax.tree.map(lambda array: array[:, :, :span], self)
 
     def extended(
-        self, k: jax.Array, v: jax.Array, *, starts: jax.Array | None, span: int | None, counts: jax.Array | None
+        self,
+        k: jax.Array,
+        v: jax.Array,
+        *,
+        starts: jax.Array | None,
+        span: int | None,
+        counts: jax.Array | None,
+        static: Mapping[str, jax.Array] | None = None,
     ) -> tuple[LayerCache, LayerCache, jax.Array | None]:
         """Adds tokens, and says what they may attend to.
 
         Arguments:
-            k, v, starts: see `written`.
+            k, v, starts, static: see `written`.
             span: no token is at this place or a later one; None: they may be anywhere.
             counts: int32 [batch], how many of each sequence's tokens are more than padding; None: all.
 
@@ -80,8 +95,13 @@ class LayerCache:
             The cache with the tokens; what they attend to; and of each of its rows the place, int32 [batch, rows], a
             negative one for a row without a token. None: row s is place s.
         """
-        cache = self.written(k, v, starts)  # padding is overwritten before it is seen
-        return cache, (cache if span is None else cache.first(span)).numbers, None
+        cache = self.written(k, v, starts, static)  # padding is overwritten before it is seen
+        return cache, (cache if span is None else cache.first(span)).numbers.scaled(static), None
+
+    def scaled(self, static: Mapping[str, jax.Array] | None) -> LayerCache:
+        """The cache with static scales, the same at all places, as those of its rows."""
+        rows: Any = {f"{name}_scales": scale[None, :, None] for name, scale in (static or {}).items()}
+        return dataclasses.replace(self, **rows)
 
 
 @jax.tree_util.register_dataclass
@@ -96,16 +116,23 @@ class RingCache(LayerCache):
     """
 
     def extended(
-        self, k: jax.Array, v: jax.Array, *, starts: jax.Array | None, span: int | None, counts: jax.Array | None
+        self,
+        k: jax.Array,
+        v: jax.Array,
+        *,
+        starts: jax.Array | None,
+        span: int | None,
+        counts: jax.Array | None,
+        static: Mapping[str, jax.Array] | None = None,
     ) -> tuple[LayerCache, LayerCache, jax.Array | None]:
         """See `LayerCache`. Several tokens attend to the rows that were there, and to each other."""
         (batch, time), rows = k.shape[:2], self.keys.shape[2]
         begin = jnp.zeros(batch, jnp.int32) if starts is None else starts
         if time == 1 and counts is None:
-            ring = self.written(k, v, begin % rows)
-            return ring, ring.numbers, latest(begin, rows)
+            ring = self.written(k, v, begin % rows, static)
+            return ring, ring.numbers.scaled(static), latest(begin, rows)
         empty = jax.tree.map(lambda array: jnp.zeros((*array.shape[:2], time, *array.shape[3:]), array.dtype), self)
-        new = empty.written(k, v, None)
+        new = empty.written(k, v, None, static)
         places = latest(begin + (time if counts is None else counts) - 1, rows)
         from_new = places - begin[:, None]
 
@@ -115,10 +142,10 @@ class RingCache(LayerCache):
 
         ring = jax.tree.map(kept, self, new)
         if starts is None:
-            return ring, new.numbers, None
+            return ring, new.numbers.scaled(static), None
         seen = jax.tree.map(lambda old, fresh: jnp.concatenate([old, fresh], axis=2), self, new)
         fresh_places = begin[:, None] + jnp.arange(time, dtype=jnp.int32)
-        return ring, seen.numbers, jnp.concatenate([latest(begin - 1, rows), fresh_places], axis=1)
+        return ring, seen.numbers.scaled(static), jnp.concatenate([latest(begin - 1, rows), fresh_places], axis=1)
 
 
 def latest(last: jax.Array, rows: int) -> jax.Array:
@@ -163,7 +190,7 @@ class Cache:
             shapes = [(batch, heads, rows, features) for heads, features in config.cached]
             codes = [jnp.zeros(s, KEPT_AS.get(d.name, d)) for s, d in zip(shapes, dtypes, strict=True)]
             scales = [
-                None if isinstance(fmt, str) else jnp.zeros(shape[:-1], jnp.float32)
+                None if isinstance(fmt, str) or is_static(fmt) else jnp.zeros(shape[:-1], jnp.float32)
                 for shape, fmt in zip(shapes, formats, strict=True)
             ]
             kind: Any = RingCache if ring else LayerCache

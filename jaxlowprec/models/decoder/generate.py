@@ -14,6 +14,7 @@ from flax import nnx
 
 from jaxlowprec.arguments import shown, whole_number
 from jaxlowprec.models.decoder.cache import Cache, RingCache
+from jaxlowprec.models.decoder.kv_scales import check_scales
 from jaxlowprec.models.decoder.model import Decoder, log_probabilities
 from jaxlowprec.ops.kv_cache import KVCache
 
@@ -162,6 +163,7 @@ class Generator:
         self.places = whole_number("Generator", "places", places)
         cache = jnp.dtype(decoder.embed_tokens.dtype).name if cache is None else cache
         self.cache = KVCache.of("Generator", cache)
+        check_scales("Generator", decoder, self.cache)
         if not 1 <= places <= self.config.longest:
             raise ValueError(f"Generator: places={places}; the model was made for 1 to {self.config.longest}")
         if routing and not any(self.config.sparse):
@@ -185,7 +187,8 @@ class Generator:
         Raises:
             TypeError: it is no `Decoder`. ValueError: its arrays have other names, shapes or dtypes.
         """
-        arrays, tree = jax.tree.flatten(nnx.state(_require_decoder("Generator.load", decoder)))
+        check_scales("Generator.load", _require_decoder("Generator.load", decoder), self.cache)
+        arrays, tree = jax.tree.flatten(nnx.state(decoder))
         if tree != self._tree or [(a.shape, a.dtype) for a in arrays] != [(a.shape, a.dtype) for a in self.arrays]:
             raise ValueError(
                 "Generator.load: the decoder's arrays are not those of the first one; needs the same config, dtypes "

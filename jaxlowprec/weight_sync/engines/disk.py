@@ -12,6 +12,7 @@ import pathlib
 from collections.abc import Sequence
 
 from jaxlowprec.checkpoints.errors import brief
+from jaxlowprec.checkpoints.trees.kv_scales import cache_scales
 from jaxlowprec.weight_sync.bucket import Bucket
 from jaxlowprec.weight_sync.engines.http import HttpEngine
 from jaxlowprec.weight_sync.errors import Refused, SyncError
@@ -30,7 +31,17 @@ class LoadedShapes:
         self._begun: dict[str, tuple[int, ...]] = {}
 
     def begin(self, version: int, manifest: Manifest) -> None:
-        """A new version. Raises Refused if a tensor has another shape than in the one that was loaded last."""
+        """A new version.
+
+        Raises:
+            Refused: a tensor has another shape than in the one that was loaded last, or is a static scale of a cache.
+        """
+        for name in cache_scales({entry.name: entry.shape for entry in manifest.entries}):
+            raise Refused(
+                f"begin: {brief(name)} is a static scale of a cache; engines take it when they start, and keep the old "
+                "one in silence afterwards: start the engine from a saved folder, or use scales of each token and "
+                "head, which no tensor holds: KVCache()"
+            )
         for entry in manifest.entries:
             shape = self._shapes.get(entry.name, entry.shape)
             if tuple(entry.shape) != tuple(shape):

@@ -19,10 +19,12 @@ from jaxlowprec.checkpoints.errors import brief
 from jaxlowprec.checkpoints.files.dtypes import file_dtype
 from jaxlowprec.checkpoints.files.safetensors_header import TensorSpec
 from jaxlowprec.checkpoints.schemes.base import Scheme, require_scheme
+from jaxlowprec.checkpoints.trees.kv_scales import require_cache_scales, with_kv_cache
 from jaxlowprec.checkpoints.trees.leaf_tensors import LeafTensors, about
 from jaxlowprec.checkpoints.trees.mapping import TreeMapping
 from jaxlowprec.checkpoints.trees.tree_paths import leaves
 from jaxlowprec.checkpoints.trees.trees import check_scales, with_scales
+from jaxlowprec.ops.kv_cache import KVCache
 from jaxlowprec.weight_sync.manifest import Entry, Manifest, described
 
 PARTS = ("data", "scale", "amax", "zero_point", "signs")
@@ -101,6 +103,8 @@ class WeightSource:
         dtype: the dtype that float leaves are rounded to if they are not quantised. None: each keeps its own.
         activation_scales: static scales of activations by their tensors' names, in place of the scheme's, see
             `checkpoints.save`.
+        kv_cache: the `KVCache` that the engine has. If its scales are static, the tree must have them. A tree that has
+            them sends them in any case.
         quantize: which float kernels are quantised on the way, from their own dtype, as `jaxlowprec convert` does: all
             except those that these rules leave alone. None: only kernels that are quantised already are stored so.
 
@@ -111,8 +115,9 @@ class WeightSource:
     Raises:
         TypeError: leaves that are not arrays, such as Python's numbers, which have no dtype to be sent in; a mapping,
             scheme, dtype or rules that are something else.
-        ValueError: leaves that no rule matches; a scheme without a mapping, or one that cannot hold a kernel; a dtype
-            that is not of floats; some projections of a fused matrix would be quantised and others not.
+        ValueError: static scales that `kv_cache` needs are missing; leaves that no rule matches; a scheme without a
+            mapping, or one that cannot hold a kernel; a dtype that is not of floats; some projections of a fused matrix
+            would be quantised and others not.
 
     >>> import numpy as np
     >>> source = WeightSource({"norm": {"scale": np.ones(4, np.float32)}, "bias": np.zeros(2, np.float32)})
@@ -131,6 +136,7 @@ class WeightSource:
         *,
         quantize: Rules | None = None,
         activation_scales: Mapping[str, np.ndarray] | None = None,
+        kv_cache: KVCache | None = None,
     ):
         if mapping is None and (scheme is not None or quantize is not None):
             raise ValueError("WeightSource: scheme= and quantize= are about modules; pass mapping= to name them")
@@ -160,13 +166,17 @@ class WeightSource:
             tuple(entry for bundle in self.bundles for entry in bundle.entries),
             None if self._scheme is None else described(self._scheme),
         )
+        if kv_cache is not None:
+            require_cache_scales("WeightSource", kv_cache, {e.name: e.shape for e in self.manifest.entries})
 
     def quantization_config(self) -> dict[str, Any] | None:
-        """The entry of config.json for what is sent, as `checkpoints.save` writes it; None: nothing is quantised.
+        """The entry of config.json for what is sent, as `checkpoints.save` writes it. None: neither weights nor a cache
+        are quantised.
 
         It ignores every kernel that is not quantised, by name, a tied head included.
         """
-        return None if self._scheme is None else self._scheme.quantization_config(self._ignore)
+        entry = None if self._scheme is None else self._scheme.quantization_config(self._ignore)
+        return with_kv_cache("WeightSource", entry, self._scheme, {e.name: e.shape for e in self.manifest.entries})
 
     def arrays(self, on_device: bool = False) -> Iterator[tuple[str, Any]]:
         """All tensors in order, one at a time. See `Bundle.arrays`."""
