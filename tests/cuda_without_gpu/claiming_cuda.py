@@ -18,7 +18,8 @@ from jaxlowprec.ops.hadamard import hadamard_op
 from jaxlowprec.ops.int4 import op as int4
 from jaxlowprec.ops.norms.op import norm_gradient_op, norm_op
 from jaxlowprec.ops.norms.quantized import norm_quantize_op
-from jaxlowprec.ops.quantize.op import quantize_op, row_scaled_quantize_op
+from jaxlowprec.ops.quantize.op import quantize_op
+from jaxlowprec.ops.quantize.row_scaled import row_scaled_quantize_op
 from jaxlowprec.ops.scaled_matmul.op import matmul_op
 from jaxlowprec.ops.statistics.op import moments_op, outliers_op, statistics_op, sums_op
 from jaxlowprec.ops.weight_only_matmul.op import weight_only_op

@@ -40,10 +40,10 @@ from jaxlowprec.ops.quantize.op import (
     quantized_arrays,
     random_operands,
     rotates_in_pass,
-    row_scaled_quantize_op,
     spec_of,
 )
 from jaxlowprec.ops.quantize.random_bits import random_words
+from jaxlowprec.ops.quantize.row_scaled import row_scaled_quantize_op
 
 
 def quantize(
