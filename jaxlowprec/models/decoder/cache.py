@@ -53,6 +53,15 @@ class LayerCache:
     ) -> LayerCache:
         """The cache with k and v [batch, time, key_heads, head] at the places that begin at `starts` [batch], or 0.
 
+        `static`: see `coded`.
+        """
+        coded = self.coded(k, v, static).items()
+        new: Any = {name: put(getattr(self, name), rows, starts) for name, rows in coded}
+        return dataclasses.replace(self, **new)
+
+    def coded(self, k: jax.Array, v: jax.Array, static: Mapping[str, jax.Array] | None) -> dict[str, Any]:
+        """The fields that keep k and v [batch, time, key_heads, head], as [batch, key_heads, time, ...].
+
         `static`: "key" and "value", where their formats have static scales, float32 [1 or key_heads].
         """
         new: dict[str, Any] = {}
@@ -66,9 +75,14 @@ class LayerCache:
             else:
                 q = quantize(rows, fmt)
                 rows = q.data
-                new[f"{name}_scales"] = _put(getattr(self, f"{name}_scales"), q.scale[..., 0], starts)
-            new[f"{name}s"] = _put(held, _in_dtype(rows, held.dtype), starts)
-        return dataclasses.replace(self, **new)
+                new[f"{name}_scales"] = q.scale[..., 0]
+            new[f"{name}s"] = _in_dtype(rows, held.dtype)
+        return new
+
+    @property
+    def without_table(self) -> LayerCache:
+        """The cache as `Cache.layers` has it: a table that all layers share is held once."""
+        return self
 
     def first(self, span: int) -> LayerCache:
         """The first so many places of each sequence."""
@@ -166,19 +180,31 @@ class Cache:
         layers: of each layer.
         lengths: int32 [batch], how many places of each sequence are in use.
         places: the number of places of each sequence.
+        table: of a `PagedCache` in each layer, int32 [batch, blocks]; None: layers are of another kind.
     """
 
     layers: tuple[LayerCache, ...]
     lengths: jax.Array
     places: int = dataclasses.field(metadata={"static": True})
+    table: jax.Array | None = None
 
     @classmethod
-    def empty(cls, config: DecoderConfig, batch: int, places: int, kept: KVCache | str, *, rings: bool = True) -> Cache:
+    def empty(
+        cls,
+        config: DecoderConfig,
+        batch: int,
+        places: int,
+        kept: KVCache | str,
+        *,
+        rings: bool = True,
+        held: int | None = None,
+    ) -> Cache:
         """A cache for sequences of up to so many tokens.
 
         Arguments:
             kept: what keys and values are kept as, or one of `CACHES`.
             rings: whether layers with a window keep only as many places as it has.
+            held: how many places there is memory for; None: all.
         """
         kept = KVCache.of("Cache", kept)
         formats = kept.key, kept.value
@@ -186,7 +212,7 @@ class Cache:
 
         def layer(window: int | None) -> LayerCache:
             ring = rings and window is not None and window < places
-            rows = window if ring else places
+            rows = window if ring else held or places
             shapes = [(batch, heads, rows, features) for heads, features in config.cached]
             codes = [jnp.zeros(s, KEPT_AS.get(d.name, d)) for s, d in zip(shapes, dtypes, strict=True)]
             scales = [
@@ -197,6 +223,11 @@ class Cache:
             return kind(*codes, *scales, kept=kept)
 
         return cls(tuple(layer(window) for window in config.windows), jnp.zeros(batch, jnp.int32), places)
+
+    def layer(self, number: int) -> LayerCache:
+        """A layer's part, with the table of all layers if there is one."""
+        layer: Any = self.layers[number]
+        return layer if self.table is None else dataclasses.replace(layer, table=self.table)
 
     @property
     def nbytes(self) -> int:
@@ -214,18 +245,21 @@ def _in_dtype(array: jax.Array, dtype: jnp.dtype) -> jax.Array:
     return array if array.dtype == dtype else jax.lax.bitcast_convert_type(array, dtype)
 
 
-def _put(held: jax.Array, new: jax.Array, starts: jax.Array | None) -> jax.Array:
+def put(held: jax.Array, new: jax.Array, starts: jax.Array | None, rows: jax.Array | None = None) -> jax.Array:
     """The array [batch, heads, places, ...] with `new` [batch, heads, time, ...] written at its places.
 
     One update for each sequence: XLA does these in place, a scatter's loop is slower. Many are a loop, because 256
     updates in a row take a minute to compile.
+
+    Arguments:
+        rows: the row of `held` that each sequence is written to; None: its own number.
     """
     rest = (0,) * (held.ndim - 3)
     if starts is None:
         return jax.lax.dynamic_update_slice(held, new, (0, 0, 0, *rest))
 
-    def put(b: Any, held: jax.Array) -> jax.Array:
+    def at(b: Any, held: jax.Array) -> jax.Array:
         row = jax.lax.dynamic_slice_in_dim(new, b, 1)
-        return jax.lax.dynamic_update_slice(held, row, (b, 0, starts[b], *rest))
+        return jax.lax.dynamic_update_slice(held, row, (b if rows is None else rows[b], 0, starts[b], *rest))
 
-    return jax.lax.fori_loop(0, held.shape[0], put, held, unroll=held.shape[0] <= UNROLLED)
+    return jax.lax.fori_loop(0, len(new), at, held, unroll=len(new) <= UNROLLED)

@@ -16,6 +16,7 @@ from jaxlowprec.arguments import shown, whole_number
 from jaxlowprec.models.decoder.cache import Cache, RingCache
 from jaxlowprec.models.decoder.kv_scales import check_scales
 from jaxlowprec.models.decoder.model import Decoder, log_probabilities
+from jaxlowprec.models.decoder.pages import Plan, paged
 from jaxlowprec.ops.kv_cache import KVCache
 
 COLDEST = 1e-6
@@ -144,6 +145,9 @@ class Generator:
             attention are in another order then.
         chunk: the most tokens of a prompt that one pass computes; a longer prompt is computed in several, which need
             less memory.
+        block_size: tokens of a block of a paged cache. Prompts that are equal, such as a group's in GRPO, are computed
+            once, and share the memory of their whole blocks. Layers with a window keep all tokens then. None: each
+            sequence has places of its own.
 
     Raises:
         TypeError, ValueError: an argument is something else, or there are no experts to return.
@@ -158,6 +162,7 @@ class Generator:
         routing: bool = False,
         rings: bool = True,
         chunk: int = 2048,
+        block_size: int | None = None,
     ):
         self.config = _require_decoder("Generator", decoder).config
         self.places = whole_number("Generator", "places", places)
@@ -170,7 +175,9 @@ class Generator:
             raise ValueError(f"Generator: routing=True; the {self.config.family} decoder has no layer with experts")
         if whole_number("Generator", "chunk", chunk) < SMALLEST_PREFILL:
             raise ValueError(f"Generator: chunk={chunk}; needs {SMALLEST_PREFILL} or more")
-        self.routing, self.rings, self.chunk = routing, rings, chunk
+        if block_size is not None and whole_number("Generator", "block_size", block_size) < 1:
+            raise ValueError(f"Generator: block_size={block_size}; needs 1 or more")
+        self.routing, self.rings, self.chunk, self.block_size = routing, rings, chunk, block_size
         graph, state = nnx.split(decoder)
         self.arrays, tree = jax.tree.flatten(state)  # once: it has hundreds of leaves
         self._tree: Any = tree
@@ -180,6 +187,7 @@ class Generator:
         step = functools.partial(_step, merged, routing)
         self._step = jax.jit(step, donate_argnums=1, static_argnames=("greedy", "span"))
         self._choose = jax.jit(_choose, static_argnames="greedy")
+        self._paged = jax.jit(paged, static_argnames=("size", "shared", "own"))
 
     def load(self, decoder: Decoder) -> None:
         """Writes with another decoder's weights from now on, such as a newer version's. Nothing is compiled again.
@@ -225,7 +233,7 @@ class Generator:
         keys = jax.vmap(jax.random.key)(jnp.asarray(seeds_of("Generator", seeds, len(rows))))
         temperature = temperature_of("Generator", temperature)
         greedy, temperature = temperature == 0, jnp.float32(temperature or 1.0)
-        logits, cache, *routed = self._prefilled(rows)
+        logits, cache, *routed = self._prefilled(rows) if self.block_size is None else self._in_blocks(rows, count)
         chosen = [self._choose(logits, cache.lengths, keys, temperature, greedy=greedy)]
         ended, longest = np.zeros(len(rows), bool), max(map(len, rows))
         while len(chosen) < count:
@@ -265,20 +273,33 @@ class Generator:
         logits, cache, *_ = self._prefilled(rows)
         return logits, cache
 
-    def _prefilled(self, prompts: Sequence[np.ndarray]) -> Any:
-        """See `prefill`; and the prompts' experts, if they are wanted."""
+    def _in_blocks(self, prompts: Sequence[np.ndarray], count: int) -> Any:
+        """`_prefilled` of the distinct prompts, and their cache in blocks, with room for `count` tokens."""
+        assert self.block_size is not None
+        longest = max(map(len, prompts))
+        plan = Plan.of(prompts, count, self.block_size, self.span(longest + count))
+        distinct = [prompts[b] for b in plan.distinct]
+        held = min(self.places, _power_of_two(longest, SMALLEST_PREFILL))
+        logits, cache, *routed = self._prefilled(distinct, held)
+        sizes = {"size": self.block_size, "shared": plan.shared, "own": plan.own}
+        cache = self._paged(cache, plan.origin, plan.first, plan.table, **sizes)
+        return logits[plan.origin], cache, *(experts[:, plan.origin] for experts in routed)
+
+    def _prefilled(self, prompts: Sequence[np.ndarray], held: int | None = None) -> Any:
+        """See `prefill`; and the prompts' experts, if they are wanted. `held`: see `Cache.empty`."""
         lengths = np.asarray([len(prompt) for prompt in prompts], np.int32)
         longest, begin = int(lengths.max()), 0
         experts: list[jax.Array] = []
-        cache = Cache.empty(self.config, len(prompts), self.places, self.cache, rings=self.rings)
+        rings, places = self.rings and held is None, held or self.places
+        cache = Cache.empty(self.config, len(prompts), self.places, self.cache, rings=rings, held=held)
         last = jnp.zeros((len(prompts), self.config.width), jnp.float32)
         while begin < longest:
-            time = min(self.chunk, self.places - begin, _power_of_two(longest - begin, SMALLEST_PREFILL))
+            time = min(self.chunk, places - begin, _power_of_two(longest - begin, SMALLEST_PREFILL))
             tokens = np.zeros((len(prompts), time), np.int32)
             for row, prompt in zip(tokens, prompts, strict=True):
                 part = prompt[begin : begin + time]
                 row[: len(part)] = part
-            span = min(self.places, _power_of_two(begin + time)) if begin else time
+            span = min(places, _power_of_two(begin + time)) if begin else time
             given = self.arrays, cache, tokens, lengths, last
             last, cache, *routed = self._prefill(*given, begin=begin, span=span, ends=begin + time >= longest)
             begin, experts = begin + time, experts + routed

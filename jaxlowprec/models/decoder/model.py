@@ -136,10 +136,10 @@ class Decoder(nnx.Module):
         caches: list[LayerCache] = []
         said: list[jlp.moe.MoEAux] = []
         for i, layer in enumerate(self.layers):
-            held, turns = None if cache is None else cache.layers[i], tables[self.config.rope_of(i)]
+            held, turns = None if cache is None else cache.layer(i), tables[self.config.rope_of(i)]
             replayed = tape[len(said)] if tape is not None and self.config.sparse[i] else None
             x, new, aux = layer(x, positions, turns, held, tape=replayed, starts=starts, span=span, counts=counts)
-            caches += [] if new is None else [new]
+            caches += [] if new is None else [new.without_table]
             said += [] if aux is None else [aux]
         return self.norm(x), None if cache is None else dataclasses.replace(cache, layers=tuple(caches)), said
 
