@@ -191,6 +191,8 @@ inline bool matmul_supports(const MatmulProblem& p) {
   if (a.code == CodeType::kInt4) return false;
   if (a.code == CodeType::kInt8 && (b.code == CodeType::kInt4 || (b.packed() && b.scaling == Scaling::kE8M0)))
     return b.block >= kLeastNibbleGroup && kMostNibbleGroup % b.block == 0 && b.blocks(p.a.columns) == b.blocks(p.b.columns);
+  if (a.scaling == Scaling::kFloat32 && b.scaling == Scaling::kE8M0 && b.packed())
+    return !a.tiles && b.blocks(p.a.columns) == b.blocks(p.b.columns);
   if (a.scaling != b.scaling) return false;
   if ((a.code == CodeType::kInt8) != (b.code == CodeType::kInt8)) return false;
   if (a.code == CodeType::kInt8 && p.depth() > kMostInt8Depth) return false;

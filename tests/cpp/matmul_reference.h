@@ -70,8 +70,17 @@ inline float scaled_dot(const MatmulProblem& p, const DecodedOperand& a, int64_t
   const bool packed = p.a.format.code == CodeType::kE2M1 && p.b.format.code == CodeType::kE2M1;
   float y = 0;
   for (int64_t first = 0, block = 0; first < a.depth; first += size, ++block) {
-    const float a_scale = a.scales[m * a.blocks + block], b_scale = b.scales[n * b.blocks + block];
+    const float a_scale = a.scales[m * a.blocks + block];
     float sum = 0;
+    if (scaling == Scaling::kFloat32 && p.b.format.scaling == Scaling::kE8M0) {
+      for (int64_t k = first; k < std::min(first + size, a.depth); ++k) {
+        const float b_number = multiply(b.codes[n * b.depth + k], b.scales[n * b.blocks + k / p.b.format.block]);
+        sum = fused_multiply_add(a.codes[m * a.depth + k], b_number, sum);
+      }
+      y = add(y, multiply(sum, a_scale));
+      continue;
+    }
+    const float b_scale = b.scales[n * b.blocks + block];
     for (int64_t k = first; k < std::min(first + size, a.depth); ++k)
       sum = std::fma(a.codes[m * a.depth + k], b.codes[n * b.depth + k], sum);
     if (scaling == Scaling::kTwoLevel)

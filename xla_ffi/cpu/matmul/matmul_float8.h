@@ -4,6 +4,7 @@
 //   tensor, line    over all of K: the product of two codes is exact, so fusing changes nothing; both scales at the end
 //   block of 128    over a block: y = fma(fl(sum * s_a), s_b, y) at its end
 //   MX              over all of K, of fma: a scale is a power of two, so that it goes into the operand exactly
+//   block by MX     over a block of a, of fma with b's scaled numbers: y = fl(y + fl(sum * s_a)) at its end
 #pragma once
 
 #include "../../numerics/float8.h"
@@ -40,13 +41,14 @@ struct Float8Numbers {
 
   /// The operands of one chain of multiply-adds.
   struct Block {};          // a block's codes; its sum is scaled and added to y
+  struct BlockByMx {};      // a block's codes and b's scaled numbers, whose products may underflow; the same by a's scale
   struct ExactProducts {};  // the codes of all of K
   struct Fused {};          // the scaled numbers of all of K, whose products may underflow
 
   template <class Visit>
   static void with_sums(const MatmulProblem& p, Visit visit) {
     switch (p.a.format.scaling) {
-      case Scaling::kFloat32: return visit(Block{});
+      case Scaling::kFloat32: return p.b.format.scaling == Scaling::kE8M0 ? visit(BlockByMx{}) : visit(Block{});
       case Scaling::kE8M0: return visit(Fused{});
       default: visit(ExactProducts{});
     }
@@ -121,6 +123,7 @@ struct Float8Numbers {
   /// sums += a * b over `depth` elements of K.
   template <class Sums, int kCount, int kWidth>
   JLP_RULE void add_products(const Unit* a, const Unit* b, int64_t depth, F32 (&sums)[kCount][kWidth]) {
+    constexpr bool kMayUnderflow = std::is_same_v<Sums, Fused> || std::is_same_v<Sums, BlockByMx>;
     for (int64_t k = 0; k < divide_up(depth, kPerUnit); ++k) {
       UnitVector vectors[kWidth];
       JLP_UNROLL(8)
@@ -129,8 +132,7 @@ struct Float8Numbers {
       for (int r = 0; r < kCount; ++r) {
         const UnitVector unit = splat_unit(a[r * Part::kRowUnits + k]);
         JLP_UNROLL(8)
-        for (int v = 0; v < kWidth; ++v)
-          sums[r][v] = add_products_of<std::is_same_v<Sums, Fused>>(unit, vectors[v], sums[r][v]);
+        for (int v = 0; v < kWidth; ++v) sums[r][v] = add_products_of<kMayUnderflow>(unit, vectors[v], sums[r][v]);
       }
     }
   }
@@ -144,7 +146,7 @@ struct Float8Numbers {
     const float* a_scale = part.rows_scale + row * kMaxBlocks;
     const float* b_scale = part.panel_scale + at * kMaxBlocks * kLanes;
     float* y = part.y + ((vector + at) * part.rows_held + row) * kLanes;
-    constexpr bool kBlocks = std::is_same_v<Sums, Block>;
+    constexpr bool kBothScaled = std::is_same_v<Sums, Block>, kBlocks = kBothScaled || std::is_same_v<Sums, BlockByMx>;
     const int64_t stride = part.rows_held * kLanes, size = kBlocks ? part.p.a.format.block : depth;
     for (int64_t k = 0; k < depth; k += size, ++a_scale, b_scale += kLanes) {
       F32 sums[kCount][kWidth];
@@ -153,7 +155,7 @@ struct Float8Numbers {
       add_products<Sums, kCount, kWidth>(a + k / kPerUnit, b + k / kPerUnit * kLanes, std::min(size, depth - k), sums);
       JLP_UNROLL(8)
       for (int v = 0; v < kWidth; ++v) {
-        const F32 columns_scale = kBlocks ? load<F32>(b_scale + v * kMaxBlocks * kLanes) : F32{};
+        const F32 columns_scale = kBothScaled ? load<F32>(b_scale + v * kMaxBlocks * kLanes) : L::splat(1);
         JLP_UNROLL(12)
         for (int r = 0; r < kCount; ++r) {
           float* to = y + v * stride + r * kLanes;
