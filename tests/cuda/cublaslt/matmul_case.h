@@ -139,7 +139,7 @@ inline std::vector<double> decoded(const MatmulOperand& operand, int64_t rows, i
 inline std::vector<double> element_errors(const MatmulOperand& given, int64_t rows, int64_t batch, int64_t depth,
                                           cuda::MatmulRoute route) {
   std::vector<double> errors(rows * depth);
-  if (route != cuda::MatmulRoute::kRebased) return errors;
+  if (!cuda::rebased(route, given.format)) return errors;
   MatmulOperand o = given;
   o.data += batch * rows * o.format.row_bytes(depth), o.scale += batch * o.format.scales(rows, depth);
   for (int64_t i = 0; i < rows * depth; ++i) {
@@ -191,6 +191,15 @@ inline double contract(const Case& c) { return std::ldexp(static_cast<double>(c.
 /// The bound of the way that the GEMM takes.
 inline void check_result(const Case& c) {
   CHECK_EQ(results_beyond(c, cuda::sum_error(route_of(c), doubles::capability, c.sizes.depth).expected, false), 0);
+}
+
+/// Scales as they lie in memory, column by column.
+inline std::vector<float> by_columns(const MatmulOperand& o, int64_t batch, int64_t rows) {
+  const int64_t blocks = o.format.scale_columns(o.columns), size = rows * blocks;
+  std::vector<float> found(batch * size);
+  for (int64_t i = 0; i < batch * size; ++i)
+    found[i] = reinterpret_cast<const float*>(o.scale)[i / size * size + i % rows * blocks + i % size / rows];
+  return found;
 }
 
 inline bool contains(const std::string& text, const char* part) { return text.find(part) != std::string::npos; }

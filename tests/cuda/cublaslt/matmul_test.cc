@@ -86,15 +86,6 @@ TEST(every_format_on_every_gpu) {
   }
 }
 
-/// Scales as they lie in memory, column by column.
-std::vector<float> by_columns(const MatmulOperand& o, int64_t batch, int64_t rows) {
-  const int64_t blocks = o.format.scale_columns(o.columns), size = rows * blocks;
-  std::vector<float> found(batch * size);
-  for (int64_t i = 0; i < batch * size; ++i)
-    found[i] = reinterpret_cast<const float*>(o.scale)[i / size * size + i % rows * blocks + i % size / rows];
-  return found;
-}
-
 TEST(scales_in_the_order_of_hoppers_gemm_are_not_laid_out_again) {
   set_capability(90);
   const Format rows = float8_block(k4, false, false), tiles = float8_block(k5, true, false);
@@ -240,76 +231,6 @@ TEST(float32_sums_keep_to_numerics_9_on_every_gpu) {
       CHECK_EQ(problem, std::string());
       CHECK_EQ(results_beyond(c, contract(c), false), 0);
     }
-  }
-}
-
-// --- MXFP4 by MXFP4 on Hopper
-
-/// Scales are random bytes, of each operand so many from a least one on.
-struct RebasedCase : Case {
-  RebasedCase(const Format& b, Sizes sizes, int a_least, int b_least, int bytes)
-      : Case(mx(k2), b, sizes, ElementType::kF32, false) {
-    set_capability(90);
-    std::mt19937 random(static_cast<uint32_t>(sizes.depth));
-    const auto fill = [&](const Memory& memory, const Format& f, int64_t rows, int least) {
-      for (int64_t i = 0; i < sizes.batch * f.scales(rows, sizes.depth); ++i)
-        memory.data[i] = static_cast<uint8_t>(least + random() % bytes);
-    };
-    fill(a_scale, mx(k2), sizes.rows, a_least), fill(b_scale, b, sizes.columns, b_least);
-    CHECK(route_of(*this) == cuda::MatmulRoute::kRebased);
-  }
-};
-
-TEST(rebased_operands_are_the_decoded_ones_where_they_fit) {
-  for (const Format& b : {mx(k2), mx(k2, true)}) {
-    RebasedCase c(b, {1, 160, 48, 160}, 107, 120, 15);
-    std::memset(c.a_data.data, 0, 160 * 80);
-    for (int64_t i = 0; i < 160; ++i) c.a_data.data[i * 80 + i / 2] = static_cast<uint8_t>(i % 2 ? 0xD0 : 0x03);  // -3, 1.5
-    CHECK_EQ(c.run(), std::string());
-    const std::vector<uint8_t> rebased(c.result.data, c.result.data + 4 * 160 * 48);
-    c.p.float32_sums = true;
-    CHECK(route_of(c) == cuda::MatmulRoute::kDecoded);
-    CHECK_EQ(c.run(), std::string());
-    CHECK_EQ(std::memcmp(rebased.data(), c.result.data, rebased.size()), 0);
-  }
-}
-
-TEST(rebased_products_keep_to_their_bound) {
-  for (const Format& b : {mx(k2), mx(k2, true)})
-    for (const Sizes sizes : {Sizes{1, 20, 16, 32}, {2, 20, 48, 416}, {1, 132, 64, 1024}}) {
-      for (const auto& [a_least, b_least, bytes] : {std::tuple{120, 125, 15}, {107, 107, 41}, {1, 200, 41}, {213, 1, 41}}) {
-        const check::Given given("K " + std::to_string(sizes.depth) + ", scales from " + std::to_string(a_least));
-        RebasedCase c(b, sizes, a_least, b_least, bytes);
-        CHECK_EQ(c.run(), std::string());
-        check_result(c);
-      }
-    }
-}
-
-TEST(what_rebasing_loses_is_in_the_bound) {
-  RebasedCase c(mx(k2), {1, 16, 16, 128}, 127, 127, 1);
-  std::memset(c.a_data.data, 0x22, 16 * 64), std::memset(c.b_data.data, 0x22, 16 * 64);  // 1
-  for (int64_t i = 0; i < 16; ++i) {
-    c.a_scale.data[4 * i] = 147, c.a_scale.data[4 * i + 1] = 127 - 5;  // 2^25 apart
-    std::memset(c.b_data.data + 64 * i, 0, 16);                        // what the large block of a meets
-  }
-  CHECK_EQ(c.run(), std::string());
-  check_result(c);
-  c.p.float32_sums = true;  // by the bound without what elements lose
-  const double error = cuda::sum_error(cuda::MatmulRoute::kRebased, 90, 128).expected;
-  CHECK_EQ(results_beyond(c, error), 16 * 16);
-  CHECK_EQ(c.run(), std::string());
-  CHECK_EQ(results_beyond(c, contract(c), false), 0);
-}
-
-TEST(a_scale_that_is_nan_makes_its_rows_products_nan) {
-  RebasedCase c(mx(k2), {1, 20, 16, 160}, 120, 120, 6);
-  c.a_scale.data[3 * 5 + 4] = 255, c.b_scale.data[7 * 5 + 1] = 255;  // of rows 3 and 7
-  for (const bool float32_sums : {false, true}) {
-    c.p.float32_sums = float32_sums;
-    CHECK_EQ(c.run(), std::string());
-    for (int64_t i = 0; i < 20 * 16; ++i)
-      CHECK_EQ(std::isnan(reference::get(c.result.data, ElementType::kF32, i)), i / 16 == 3 || i % 16 == 7);
   }
 }
 

@@ -47,7 +47,7 @@ GemmOperand gemm_operand(const MatmulOperand& from, int64_t rows, MatmulRoute ro
     return {GemmType::kE4M3, memory, rows, GemmScaling::kE8M0x32, memory + codes};
   const GemmScaling scaling = gemm_scaling(route, from.format);
   if (route == MatmulRoute::kDecoded) return {GemmType::kBF16, memory, rows, GemmScaling::kNone, nullptr};
-  if (route == MatmulRoute::kRebased)
+  if (rebased(route, from.format))
     return {GemmType::kE4M3, memory, rows, scaling, memory + rows * rebased_width(from.columns)};
   const bool in_order = gemm_scales_in_order(from.format, rows, from.columns);
   return {*gemm_type(from.format.code), from.data, rows, scaling, in_order ? from.scale : memory};
@@ -58,7 +58,7 @@ cudaError_t convert(const MatmulOperand& from, int64_t rows, int64_t depth, Matm
                     cudaStream_t stream) {
   if (route == MatmulRoute::kDecoded)
     return launch(DecodeProblem{from, 1, rows, depth, decoded_width(depth), memory}, stream);
-  if (route == MatmulRoute::kRebased)
+  if (rebased(route, from.format))
     return launch(RebaseProblem{from, rows, memory, reinterpret_cast<float*>(memory + rows * rebased_width(depth))}, stream);
   if (const int64_t codes = widened_bytes(route, from.format, rows, depth)) {
     if (const cudaError_t status = launch(WidenProblem{from, rows, memory}, stream); status != cudaSuccess) return status;

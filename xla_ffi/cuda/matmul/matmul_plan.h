@@ -62,12 +62,14 @@ inline int64_t round_up(int64_t n, int64_t multiple) { return (n + multiple - 1)
 
 /// Whether both operands are exact in bfloat16 when decoded, up to the tensor's scale.
 inline bool decodes_exactly(const MatmulProblem& p) {
-  return p.a.format.scaling != Scaling::kFloat32 || (p.a.format.power_of_two && p.b.format.power_of_two);
+  const auto exact = [](const Format& f) { return f.scaling != Scaling::kFloat32 || f.power_of_two; };
+  return exact(p.a.format) && exact(p.b.format);
 }
 
-/// Whether the tensor cores of 9.0 may have two MXFP4 operands in scales of 128.
+/// Whether the tensor cores of 9.0 may have two MXFP4 operands in scales of 128, or b to FP8 blocks of whole 128s.
 inline bool rebases(const MatmulProblem& p) {
-  return rebase_supports(p.a) && rebase_supports(p.b) && p.rows >= kLeastScaledRows && p.rows % kScaledRows == 0 &&
+  const bool a = p.a.format.scaling == Scaling::kFloat32 ? p.depth() % p.a.format.block == 0 : rebase_supports(p.a);
+  return a && rebase_supports(p.b) && p.rows >= kLeastScaledRows && p.rows % kScaledRows == 0 &&
          p.columns % kScaledRows == 0;
 }
 
@@ -96,7 +98,8 @@ inline MatmulRoute matmul_route(const MatmulProblem& p, int capability, std::str
       return capability == 90 ? MatmulRoute::kLines : MatmulRoute::kTensor;  // cuBLASLt has scales of lines on 9.0 alone
     case Scaling::kFloat32: break;
   }
-  if (capability == 90 && fast) return MatmulRoute::kBlock128;
+  if (capability == 90 && fast && b.scaling == Scaling::kFloat32) return MatmulRoute::kBlock128;
+  if (capability == 90 && fast && rebases(p)) return MatmulRoute::kRebased;
   const auto in_columns = [&](const Format& f) { return f.column_major && f.scale_columns(p.depth()) > 1; };
   if (in_columns(a) || in_columns(b)) {
     problem = "the scales lie in the order of compute capability 9.0: compile the program for this GPU";
@@ -129,6 +132,11 @@ inline GemmScaling gemm_scaling(MatmulRoute route, const Format& format) {
     case MatmulRoute::kNVFP4: return GemmScaling::kE4M3x16;
     default: return GemmScaling::kNone;
   }
+}
+
+/// Whether an operand's codes and scales become others for a route; FP8 blocks have scales of 128 already.
+inline bool rebased(MatmulRoute route, const Format& format) {
+  return route == MatmulRoute::kRebased && format.scaling == Scaling::kE8M0;
 }
 
 /// Elements of a row of a decoded operand: rows of 16 bytes.
@@ -165,7 +173,7 @@ inline MatmulPlan plan_matmul(const MatmulProblem& p, int capability) {
   const auto bytes = [&](const Format& format, int64_t rows) {
     const int64_t decoded = round_up(rows * decoded_row, MatmulPlan::kAlignment);
     if (plan.route == MatmulRoute::kDecoded) return decoded;
-    if (plan.route == MatmulRoute::kRebased) return round_up(rebased_bytes(rows, p.depth()), MatmulPlan::kAlignment);
+    if (rebased(plan.route, format)) return round_up(rebased_bytes(rows, p.depth()), MatmulPlan::kAlignment);
     if (gemm_scaling(plan.route, format) == GemmScaling::kNone) return int64_t{0};
     const int64_t given = gemm_scales_in_order(format, rows, p.depth()) ? 0 : gemm_scale_bytes(format, rows, p.depth());
     const int64_t scales = round_up(given, MatmulPlan::kAlignment) + widened_bytes(plan.route, format, rows, p.depth());
