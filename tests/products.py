@@ -86,11 +86,15 @@ def sum_error(formats, sizes, float32_sums=False):
 def rebase_errors(a, b):
     """What elements of two quantised matrices may be off by on the default device.
 
-    More than 0 only for MXFP4 on compute capability 9.0, where the scales of blocks differ much (numerics.md 9.3).
+    More than 0 only for MXFP4 on compute capability 9.0, by MXFP4 or FP8 blocks, where the scales of blocks differ much
+    (numerics.md 9.3).
     """
-    mxfp4 = all(isinstance(q.format, jlp.MXFP4) for q in (a, b))
-    rebased = mxfp4 and jax.default_backend() == "gpu" and native.compute_capability() == 9
-    return [_rebase_errors(q) if rebased else np.zeros_like(decoded(q)) for q in (a, b)]
+    kinds = {type(q.format) for q in (a, b)}
+    on_hopper = jax.default_backend() == "gpu" and native.compute_capability() == 9
+    rebased = on_hopper and jlp.MXFP4 in kinds and kinds <= {jlp.MXFP4, jlp.Float8Block}
+    return [
+        _rebase_errors(q) if rebased and isinstance(q.format, jlp.MXFP4) else np.zeros_like(decoded(q)) for q in (a, b)
+    ]
 
 
 def _rebase_errors(q):

@@ -15,13 +15,16 @@ def dot(x, w):
 
 
 def matmul(a, b):
-    """Operands (data, scale, amax, format) with blocks of one length: float32 [M, N] before the epilogue."""
+    """Operands (data, scale, amax, format), of one length of blocks or b MXFP4: float32 [M, N] before the epilogue."""
     with np.errstate(all="ignore"):
         (x, sa), (w, sb) = ((code_values(q[0], q[3]), row_scales(q[1], q[3], q[0].shape[0])) for q in (a, b))
         scaling, packed = a[3].scaling, [q[3].element == "e2m1" for q in (a, b)]
         if scaling == "tensor":
             return flush(flush(dot(x, w) * sa) * sb)
         length = a[3].block[1]
+        by_mx = scaling == "float32" and b[3].scaling == "e8m0"
+        if by_mx:
+            w = flush(w * np.repeat(sb, b[3].block[1], axis=1))[:, : x.shape[1]]
         x, w = pad(x, 1, length), pad(w, 1, length)
         y = np.zeros((x.shape[0], w.shape[0]), F)
         for block in range(sa.shape[1]):
@@ -30,6 +33,12 @@ def matmul(a, b):
             if scaling == "e8m0" and not all(packed):
                 for k in range(part.start, part.stop):
                     y = fma(flush(x[:, k, None] * s), flush(w[None, :, k] * t), y)
+                continue
+            if by_mx:
+                p = np.zeros_like(y)
+                for k in range(part.start, part.stop):
+                    p = fma(x[:, k, None], w[None, :, k], p)
+                y = flush(y + flush(p * s))
                 continue
             p = dot(x[:, part], w[:, part])
             if scaling == "two_level":

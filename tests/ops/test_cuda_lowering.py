@@ -130,6 +130,19 @@ class TestRoutes:
             assert workspace_of(matmul_call(*pair, 3, 160, 16, 9.0)) == rebased(16, 160, 16)
         assert self.workspace(one, jlp.MXFP8(), 9.0) == decoded(self.M, self.K, self.N)
 
+    @pytest.mark.parametrize("power", [True, False])
+    def test_by_fp8_blocks_mxfp4_alone_becomes_another(self, power):
+        """Its codes and scales on Hopper, where the others' scales lie in order; as an MX format's on Blackwell."""
+        a = jlp.Float8Block(power_of_two=power)
+        for b in (jlp.MXFP4(), jlp.MXFP4((32, 32))):
+            for call in (matmul_call(a, b, self.M, self.K, self.N, 9.0), matmul_call(a, b, 3, 160, 33, 9.0)):
+                (rows, depth), (columns, _) = (map(int, re.findall(r"\d+(?=x)", call.operands[i])) for i in (0, 2))
+                assert workspace_of(call) == up(columns * depth // 128 * 132, 256)
+                assert rows >= 16 and rows % 4 == 0 and depth % 128 == 0
+            if power:
+                assert self.workspace(a, b, 8.0) == decoded(self.M, self.K, self.N)
+                assert self.workspace(a, b, 10.0) == swizzled(self.M, self.K, self.N, 32) + self.N * self.K
+
     def test_on_blackwell_scales_are_swizzled(self):
         for capability in (10.0, 12.0):
             assert self.workspace(jlp.NVFP4(), jlp.NVFP4((16, 16)), capability) == swizzled(self.M, self.K, self.N, 16)
@@ -172,21 +185,23 @@ class TestRoutes:
 class TestFloatScalesThatAreNoPowersOfTwo:
     FMT = jlp.Float8Block(power_of_two=False)
 
-    def lower(self, capability, implementation):
-        a = jlp.quantize(jnp.ones((32, 256)), self.FMT)
+    def lower(self, capability, implementation, weight=FMT, rows=32):
+        a, b = (jlp.quantize(jnp.ones((n, 250)), fmt) for n, fmt in ((rows, self.FMT), (33, weight)))
         with claiming_cuda(capability):
-            return custom_calls(lambda a: jlp.scaled_matmul(a, a, implementation=implementation), a)
+            return custom_calls(lambda a, b: jlp.scaled_matmul(a, b, implementation=implementation), a, b)
 
     def test_hopper_multiplies_them(self):
-        assert len(self.lower(9.0, "ffi")) == len(self.lower(9.0, None)) == 1
+        for options in ({}, {"weight": jlp.MXFP4()}, {"weight": jlp.MXFP4((32, 32)), "rows": 3}):
+            assert len(self.lower(9.0, "ffi", **options)) == len(self.lower(9.0, None, **options)) == 1
 
     @pytest.mark.parametrize("capability", [8.0, 8.9, 10.0, 12.0])
     def test_other_gpus_take_the_reference_and_say_why(self, capability):
-        assert self.lower(capability, None) == []
-        with pytest.raises(
-            NotImplementedError, match="scaled_matmul: .*not powers of two.*quantise with power_of_two=True"
-        ):
-            self.lower(capability, "ffi")
+        for weight in (self.FMT, jlp.MXFP4()):
+            assert self.lower(capability, None, weight) == []
+            with pytest.raises(
+                NotImplementedError, match="scaled_matmul: .*not powers of two.*quantise with power_of_two=True"
+            ):
+                self.lower(capability, "ffi", weight)
 
     def test_a_gpu_without_bfloat16_tensor_cores(self):
         assert self.lower(7.5, None) == []
@@ -215,6 +230,11 @@ class TestOperands:
             assert call.operands[:2] == ["5x32xui8", "5x2xf8E8M0FNU"]
         call = matmul_call(jlp.Float8Block(), jlp.Float8Block(block=(128, 128)), 5, 130, 33, 9.0)
         assert call.operands == ["16x160xf8E4M3FN", "16x2xf32", "48x160xf8E4M3FN", "1x2xf32"]
+        for capability in (9.0, 8.9):
+            call = matmul_call(jlp.Float8Block(), jlp.MXFP4((32, 32)), 5, 130, 33, capability)
+            assert call.operands == ["16x256xf8E4M3FN", "16x2xf32", "48x128xui8", "2x8xf8E8M0FNU"]
+        call = matmul_call(jlp.Float8Block(), jlp.MXFP4(), 5, 130, 33, 10.0)
+        assert call.operands == ["16x256xf8E4M3FN", "16x8xf8E8M0FNU", "48x128xui8", "48x8xf8E8M0FNU"]
         call = matmul_call(jlp.Float8Block(), jlp.Float8Block(block=(128, 128)), 17, 130, 33, 9.0)
         assert call.operands == ["20x160xf8E4M3FN", "20x2xf32", "48x160xf8E4M3FN", "1x2xf32"]
         call = matmul_call(jlp.Float8Tensor(), jlp.Float8Tensor(element="e5m2"), 5, 130, 33, 9.0)

@@ -169,7 +169,7 @@ def multiply_groups(
     fmt = b.format
     if a.format.element == "int8":
         check_integers("grouped_matmul", depth)
-    ragged_depth = depth % fmt.length != 0
+    ragged_depth = depth % max(a.format.length, fmt.length) != 0
     ragged_columns = fmt.tiles and columns % fmt.length != 0
     exact = wants_float32_sums(checked_precision("grouped_matmul", precision))
     spec = GroupedMatmulSpec(a.format, fmt, ragged_columns, ragged_depth, bias is not None, jnp.dtype(out_dtype), exact)
@@ -213,6 +213,11 @@ def multiply_within_groups(
     is, or else zeros.
     """
     check_pair("grouped_matmul", a.format, b.format)
+    if a.format.scaling != b.format.scaling:
+        raise NotImplementedError(
+            f"grouped_matmul: wgrad is of {a.format} by {b.format}; such pairs are of rows by weights: quantise both "
+            "operands of wgrad alike, or leave it in high precision"
+        )
     check_rotations("grouped_matmul", a.hadamard, b.hadamard)
     if a.format.element == "int8":
         check_integers("grouped_matmul: wgrad, where a group may have all rows", a.rows)

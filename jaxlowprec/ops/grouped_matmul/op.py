@@ -16,6 +16,7 @@ from jaxlowprec.ops.grouped_matmul import chunks, ragged, reference
 from jaxlowprec.ops.grouped_matmul.groups import Groups
 from jaxlowprec.ops.grouped_matmul.quantize_op import over_batches
 from jaxlowprec.ops.rounding import rounded, widened
+from jaxlowprec.ops.scaled_matmul.op import sizes_in
 from jaxlowprec.ops.scaled_matmul.reference import alpha, apply_amaxes, apply_line_scales, integer_dot, products
 
 
@@ -71,7 +72,7 @@ def _rule(spec: GroupedMatmulSpec) -> wiring.ShardingRule:
         scale_n = "nblocks"
         whole += [n, scale_n]
     elif spec.b_format.tiles:
-        n = "(n b)"
+        n = f"(n {'b' if spec.b_format.length == length else 'tile'})"
     if spec.per_group:
         operands = ["... t k", "... e", f"... e {n} k", "... e"]
     else:
@@ -79,13 +80,14 @@ def _rule(spec: GroupedMatmulSpec) -> wiring.ShardingRule:
         codes = ["k" if length == 1 else f"(k {'h' if f.packed else 'b'})" for f in formats]
         if spec.ragged_depth:
             codes = ["kbytes" if f.packed else "kcodes" for f in formats]
-            whole += [*dict.fromkeys(codes), "kblocks"]
-        blocks = ["one" if f.scaling == "rows" else "kblocks" if spec.ragged_depth else "k" for f in formats]
+            whole += [*dict.fromkeys(codes), "kblocks", "kparts"]
+        names = ("kblocks", "kparts") if spec.ragged_depth else ("k", "(k p)")
+        blocks = ["one" if f.scaling == "rows" else names[f.length < length] for f in formats]
         operands = [f"... t {codes[0]}", f"... t {blocks[0]}", f"... e {n} {codes[1]}", f"... e {scale_n} {blocks[1]}"]
         whole += ["one"] * spec.by_lines
     operands += ["... e", *["... e"] * 2 * spec.two_level, *[f"... e {n}"] * spec.bias]
     text = f"{', '.join(operands)} -> ... t {n}"
-    sizes: dict[str, Any] = {f: size for f, size in (("b", length), ("h", length // 2)) if f" {f})" in text}
+    sizes = sizes_in(text, length, spec.b_format)
     return wiring.ShardingRule(text, reductions=() if spec.ragged_depth else ("k",), whole=whole, **sizes)
 
 

@@ -97,6 +97,7 @@ def scaled_matmul(
     | NVFP4 x NVFP4 | 1x16 and 16x16 on either side, either one row-scaled |
     | MXFP8 x MXFP8, MXFP4 x MXFP4, and one of each | 1x32 and 32x32 on either side |
     | Float8Block x Float8Block | 1x128 and 128x128, not 128x128 on both |
+    | Float8Block x MXFP4 | 1x128 by 1x32 or 32x32 |
     | Float8Tensor x Float8Tensor | |
     | Float8Rows x Float8Rows, Int8Rows x Int8Rows | a scale for each line |
     | Int8Rows x Int4 (symmetric), Int8Rows x MXFP4 (W4A8) | rhs in groups of 32 to 256 |
@@ -347,6 +348,13 @@ def check_pair(who: str, a: Format, b: Format) -> None:
     """Raises unless there is a GEMM for operands of these formats."""
     if a.element == "int8" and b.packed:
         _check_integers_by_weight(who, a, b)
+        return
+    if a.scaling == "float32" and b.packed and b.scaling == "e8m0":
+        if a.tiles:
+            raise NotImplementedError(
+                f"{who}: lhs is {a} and rhs is {b}; such weights meet FP8 blocks of 1x128: quantise lhs by "
+                "Float8Block()"
+            )
         return
     if a.scaling != b.scaling:
         raise NotImplementedError(

@@ -21,8 +21,9 @@ if TYPE_CHECKING:
     from jaxlowprec.ops.scaled_matmul.op import MatmulSpec
 
 # Multiples that cuBLASLt needs: rows of codes and of the result are whole 16 bytes, K is whole blocks of 32, and with
-# float32 block scales, also those that MX scales become, rows of scales are whole 16 bytes.
-_DEPTH, _COLUMNS, _SCALED_ROWS = 32, 16, 4
+# float32 block scales, also those that MX scales become, rows of scales are whole 16 bytes. K of MXFP4 by FP8 blocks is
+# whole blocks of these.
+_DEPTH, _COLUMNS, _SCALED_ROWS, _SCALED_DEPTH = 32, 16, 4, 128
 
 # Least rows of an `a` with float32 block scales. cuBLASLt's manual allows 4, but few of its algorithms have so narrow a
 # tile; a row of zero codes costs next to nothing.
@@ -49,15 +50,38 @@ def _as_mx(fmt: Format, capability: float) -> bool:
     return fmt.scaling == "float32" and fmt.power_of_two and capability >= 10
 
 
+def _as_taken(fmt: Format, capability: float) -> Format:
+    """The format that the tensor cores get: `_as_mx`, or the same."""
+    return MXFP8(fmt.element) if _as_mx(fmt, capability) else fmt  # type: ignore[arg-type]
+
+
 def _rebases(a_format: Format, b_format: Format, capability: float) -> bool:
     """Whether the kernels give MXFP4 to the tensor cores of a GPU of that compute capability as FP8 blocks of 128."""
     return capability == 9 and all(f.scaling == "e8m0" and f.packed for f in (a_format, b_format))
 
 
+def _multiples(a_format: Format, b_format: Format, rows: int, rebased: bool) -> tuple[int, int]:
+    """Multiples that the rows of a and K are padded to. `rebased`: both operands are."""
+    least = _LEAST_SCALED_ROWS if rows < _LEAST_SCALED_ROWS else _SCALED_ROWS
+    if a_format.scaling == "float32":
+        return least, _DEPTH if b_format.scaling == "float32" else _SCALED_DEPTH
+    return _SCALED_ROWS if a_format.scaling == "rows" else least if rebased else 1, _DEPTH
+
+
+def _planned(a_format: Format, b_format: Format, rows: int, columns: int, depth: int) -> tuple[int, int, int]:
+    """The sizes that decide how operands are multiplied: of FP8 blocks by MXFP4 the padded ones."""
+    if a_format.scaling == b_format.scaling or a_format.scaling != "float32":
+        return rows, columns, depth
+    multiples = _multiples(a_format, b_format, rows, False)
+    padded = (
+        -(-n // m) * m for n, m in zip((rows, columns, depth), (multiples[0], _COLUMNS, multiples[1]), strict=True)
+    )
+    return tuple(padded)  # type: ignore[return-value]
+
+
 def route(a_format: Format, b_format: Format, capability: int) -> tuple[str, str]:
     """Why GPUs of that compute capability (90 for 9.0) cannot multiply many rows, or ""; and how they do, in words."""
-    if _as_mx(a_format, capability / 10):
-        a_format, b_format = (MXFP8(f.element) for f in (a_format, b_format))  # type: ignore[arg-type]
+    a_format, b_format = (_as_taken(f, capability / 10) for f in (a_format, b_format))
     plan = native.library().module.cuda_matmul_plan  # type: ignore[union-attr]
     problem, _, words, _ = plan(a_format.attributes, b_format.attributes, 4096, 4096, 4096, False, False, capability)
     return problem, words
@@ -72,19 +96,20 @@ def sum_errors(
     operands, and the bound that no operands exceed. `xla_ffi/cuda/matmul/gemm_error.h` has the numbers,
     docs/explanation/exact_sums.md derives them and says what re-based operands add.
     """
-    if not float32_sums and _as_mx(a_format, capability / 10):
-        a_format = b_format = MXFP8()
+    sizes = _planned(a_format, b_format, rows, columns, depth)
+    if not float32_sums:
+        a_format, b_format = (_as_taken(f, capability / 10) for f in (a_format, b_format))
     plan = native.library().module.cuda_matmul_plan  # type: ignore[union-attr]
-    return plan(a_format.attributes, b_format.attributes, rows, columns, depth, False, float32_sums, capability)[3]
+    return plan(a_format.attributes, b_format.attributes, *sizes, False, float32_sums, capability)[3]
 
 
-def _padded(data: jax.Array, scale: jax.Array, fmt: Format, rows: int) -> tuple[jax.Array, jax.Array]:
-    """An operand with its rows padded to a multiple of `rows`, its depth to one of `_DEPTH`: zero codes add nothing."""
-    data = pad_to_multiples(data, rows, _DEPTH // 2 if fmt.packed else _DEPTH)
+def _padded(data: jax.Array, scale: jax.Array, fmt: Format, rows: int, depth: int) -> tuple[jax.Array, jax.Array]:
+    """An operand with its rows padded to a multiple of `rows`, its K to one of `depth`: zero codes add nothing."""
+    data = pad_to_multiples(data, rows, depth // 2 if fmt.packed else depth)
     if fmt.scaling == "rows":
         scale = pad_to_multiples(scale.astype(jnp.float32), rows, 1)
     elif fmt.scaling != "tensor":
-        scale = pad_to_multiples(scale, 1 if fmt.tiles else rows, max(1, _DEPTH // fmt.length))
+        scale = pad_to_multiples(scale, 1 if fmt.tiles else rows, max(1, depth // fmt.length))
     return data, scale
 
 
@@ -106,9 +131,9 @@ def why_not(spec: MatmulSpec, a_data: jax.Array, b_data: jax.Array) -> str:
     if not all(isinstance(n, int) for n in (*a_data.shape, *b_data.shape)):
         return "shapes are symbolic, but the workspace depends on their sizes: export each size by itself"
     depth = a_data.shape[-1] * (1 + spec.a_format.packed)
-    rows, columns = a_data.shape[-2], b_data.shape[-2]
+    sizes = _planned(spec.a_format, spec.b_format, a_data.shape[-2], b_data.shape[-2], depth)
     formats = spec.a_format.attributes, spec.b_format.attributes
-    return _plans(formats, rows, columns, depth, False, spec.float32_sums)[0]
+    return _plans(formats, *sizes, False, spec.float32_sums)[0]
 
 
 def matmul(
@@ -126,18 +151,16 @@ def matmul(
     epilogue = spec.epilogue
     bias, accumulate, _ = epilogue.split(rest)
 
-    a_rows, capability = 1, native.compute_capability() or 0
-    if a_fmt.scaling == "rows":
-        a_rows = _SCALED_ROWS
-    elif a_fmt.scaling == "float32" or (not spec.float32_sums and _rebases(a_fmt, b_fmt, capability)):
-        a_rows = _LEAST_SCALED_ROWS if rows < _LEAST_SCALED_ROWS else _SCALED_ROWS
-    a_data, a_scale = _padded(a_data, a_scale, a_fmt, a_rows)
-    b_data, b_scale = _padded(b_data, b_scale, b_fmt, _COLUMNS)
+    capability = native.compute_capability() or 0
+    rebased = not spec.float32_sums and _rebases(a_fmt, b_fmt, capability)
+    a_rows, multiple = _multiples(a_fmt, b_fmt, rows, rebased)
+    a_data, a_scale = _padded(a_data, a_scale, a_fmt, a_rows, multiple)
+    b_data, b_scale = _padded(b_data, b_scale, b_fmt, _COLUMNS, multiple)
     padded = (a_data.shape[-2], b_data.shape[-2])
     depth = a_data.shape[-1] * (1 + a_fmt.packed)
-    if not spec.float32_sums and _as_mx(a_fmt, capability):
-        a_scale, a_fmt = _as_mxfp8(a_scale, a_fmt, padded[0], depth)
-        b_scale, b_fmt = _as_mxfp8(b_scale, b_fmt, padded[1], depth)
+    if not spec.float32_sums:
+        a_scale, a_fmt = _as_mxfp8(a_scale, a_fmt, padded[0], depth) if _as_mx(a_fmt, capability) else (a_scale, a_fmt)
+        b_scale, b_fmt = _as_mxfp8(b_scale, b_fmt, padded[1], depth) if _as_mx(b_fmt, capability) else (b_scale, b_fmt)
     # cuBLASLt accumulates before an activation, its biases are bfloat16, and it does not round a product to float16: in
     # these cases it returns the float32 sums, and XLA applies the epilogue.
     plain = bias is None and epilogue.activation is None and epilogue.out_dtype in (jnp.bfloat16, jnp.float32)

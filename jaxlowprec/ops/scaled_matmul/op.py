@@ -24,7 +24,8 @@ class MatmulSpec:
     """One variant of the op.
 
     Attributes:
-        a_format, b_format: of the operands; alike, or 8-bit integers by rows and a 4-bit weight in groups.
+        a_format, b_format: of the operands; alike, or 8-bit integers by rows and a 4-bit weight in groups, or FP8
+            blocks and MXFP4.
         ragged_rows, ragged_columns: M or N is not a multiple of the operand's square tiles.
         ragged_depth: K, as stored, is not a multiple of the block.
         epilogue: the operations after the sums.
@@ -61,6 +62,13 @@ class MatmulSpec:
         return self.a_format.scaling == "two_level"
 
 
+def sizes_in(text: str, length: int, weight: Format) -> dict[str, Any]:
+    """The sizes of a rule's factors: b, the `length` elements along K that cannot be split; h, their bytes as 4-bit
+    codes; p, their scales in a weight of shorter blocks; tile, the rows of such a weight's tiles."""
+    sizes = {"b": length, "h": length // 2, "p": length // weight.length, "tile": weight.length}
+    return {factor: size for factor, size in sizes.items() if f" {factor})" in text}
+
+
 def _rule(spec: MatmulSpec) -> wiring.ShardingRule:
     """M and N split (into whole tiles, if there are tiles); K splits into whole blocks and is then summed over."""
     whole: list[str] = []
@@ -69,11 +77,12 @@ def _rule(spec: MatmulSpec) -> wiring.ShardingRule:
     def operand(factor: str, fmt: Format, ragged: bool, s: str) -> tuple[str, list[str]]:
         """The name of the operand's lines, and its data and scale, in a rule."""
         line = scale_line = factor
+        longest = fmt.length == length
         if fmt.tiles and ragged:
             scale_line = f"{factor}blocks"
             whole.extend((line, scale_line))
         elif fmt.tiles:
-            line = f"({factor} b)"
+            line = f"({factor} {'b' if longest else 'tile'})"
         if fmt.scaling == "tensor":
             return line, [f"... {s}{line} k", "..."]
         if fmt.scaling == "rows":
@@ -82,10 +91,10 @@ def _rule(spec: MatmulSpec) -> wiring.ShardingRule:
             whole.extend(["kcodes"] * (code == "kcodes"))
             return line, [f"... {s}{line} {code}", f"... {'' if spec.rows_split == 'both' else s}{line} one"]
         if spec.ragged_depth:
-            code, blocks = "kbytes" if fmt.packed else "kcodes", "kblocks"
+            code, blocks = "kbytes" if fmt.packed else "kcodes", "kblocks" if longest else "kparts"
             whole.extend((code, blocks))
         else:
-            code, blocks = f"(k {'h' if fmt.packed else 'b'})", "k"
+            code, blocks = f"(k {'h' if fmt.packed else 'b'})", "k" if longest else "(k p)"
         return line, [f"... {s}{line} {code}", f"... {s}{scale_line} {blocks}"]
 
     m, a = operand("m", spec.a_format, spec.ragged_rows, "s " if spec.rows_split else "")
@@ -94,7 +103,7 @@ def _rule(spec: MatmulSpec) -> wiring.ShardingRule:
     operands = a + b + ["..."] * 2 * spec.two_level + spec.epilogue.operands(m, n)
     results = spec.epilogue.results(m, n)
     text = f"{', '.join(operands)} -> {', '.join(results)}"
-    sizes: dict[str, Any] = {f: size for f, size in (("b", length), ("h", length // 2)) if f" {f})" in text}
+    sizes = sizes_in(text, length, spec.b_format)
     reductions = ("s",) * (spec.rows_split == "both") + ("k",) * (not spec.ragged_depth)
     return wiring.ShardingRule(text, reductions=reductions, whole=tuple(dict.fromkeys(whole)), **sizes)
 

@@ -3,7 +3,7 @@
     NVFP4, MXFP4, MXFP8, powers of two    decoded to bfloat16, which is exact
     Float8Tensor, Float8Rows              FP8 codes as they are, where XLA multiplies FP8; else bfloat16
     Int8Rows                              integers as they are, which is exact; by MXFP4 in bfloat16, by Int4 in float32
-    blocks with any float32 scales        decoded to float32, multiplied at the highest precision
+    blocks with any float32 scales        decoded to float32, multiplied at the highest precision; by MXFP4, too
 
 The terms are those of the reference; XLA adds them up in an order of its own.
 
@@ -109,7 +109,7 @@ def products(
     if a_format.scaling in without_blocks and b_format.scaling in without_blocks and float8:
         return (multiply or _multiply)(a_data, b_data, precision=precision)
     decode: Callable[..., jax.Array] = decoded
-    if on_one_tpu and exact and a_format.scaling == b_format.scaling and a_format.scaling not in without_blocks:
+    if on_one_tpu and exact and not {a_format.scaling, b_format.scaling} & {*without_blocks}:
         decode = functools.partial(decoded_on_tpu, halves=a_format.packed and b_format.packed)
         multiply = functools.partial(_multiply, parts=True)
     a, b = decode(a_data, a_scale, a_format), decode(b_data, b_scale, b_format)

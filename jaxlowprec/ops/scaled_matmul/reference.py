@@ -20,9 +20,9 @@ def products(
     y = 0; for each block of K in order, with p the dot product of its codes: y = y + p * s_a * s_b. For E2M1 codes p is
     exact, so the bytes are defined; for 8-bit codes the order of additions within p is XLA's. MX scales, powers of two,
     go into the operands where one has 8-bit codes, and p is over all of K; so it is with the scales of lines, where p
-    of integers is exact.
+    of integers is exact. An MXFP4 weight of FP8 blocks has its scales in the operand, and none for a block.
     """
-    if a_format.scaling != b_format.scaling:
+    if a_format.scaling == "rows" and b_format.scaling != "rows":
         return apply_line_scales(integers_by_groups(a_data, b_data, b_scale, b_format), a_scale)
     values = [code_values(a_data, a_format), code_values(b_data, b_format)]
     scales = [scale_values(a_scale, a_format, a_data.shape[-2]), scale_values(b_scale, b_format, b_data.shape[-2])]
@@ -36,6 +36,10 @@ def products(
         depth = min(v.shape[-1] for v in values)
         scales = [jnp.repeat(s, a_format.length, axis=-1) for s in scales]
         return exact_dot(*(rounded(v[..., :depth] * s[..., :depth]) for v, s in zip(values, scales, strict=True)))
+
+    if a_format.scaling != b_format.scaling:
+        values[1] = rounded(values[1] * jnp.repeat(scales[1], b_format.length, axis=-1))[..., : values[0].shape[-1]]
+        scales[1] = jnp.ones((*values[1].shape[:-1], scales[0].shape[-1]), jnp.float32)
 
     def by_block(v: jax.Array, scale: jax.Array) -> tuple[jax.Array, jax.Array]:
         missing = scale.shape[-1] * a_format.length - v.shape[-1]

@@ -69,6 +69,8 @@ PAIRS = [
     ((jlp.MXFP4(), jlp.MXFP4((32, 32))), 9.0),
     ((jlp.Float8Block(), jlp.Float8Block(block=(128, 128))), 9.0),
     ((jlp.Float8Block(), jlp.Float8Block(block=(128, 128))), 10.0),
+    ((jlp.Float8Block(), jlp.MXFP4((32, 32))), 9.0),
+    ((jlp.Float8Block(), jlp.MXFP4()), 10.0),
     ((jlp.Float8Tensor(), jlp.Float8Tensor()), 9.0),
 ]
 

@@ -78,3 +78,7 @@ def test_other_routes_have_float32_sums():
         assert bounds(256, 90, False, (fmt, fmt)) == bounds(256) > (contract, contract)
     assert bounds(256, 90, False, (jlp.MXFP4(), jlp.MXFP8())) == (contract, contract)
     assert bounds(256, 90, True, (jlp.MXFP4(), jlp.MXFP4())) == (contract, contract)
+    for fmt in (block, other):  # also where padding makes K whole blocks
+        assert bounds(256, 90, False, (fmt, jlp.MXFP4())) == bounds(250, 90, False, (fmt, jlp.MXFP4())) == bounds(256)
+    for capability, float32_sums in ((80, False), (100, False), (90, True)):
+        assert bounds(256, capability, float32_sums, (block, jlp.MXFP4())) == (contract, contract)

@@ -212,6 +212,7 @@ PAIRS = (  # of rows and weights
     (jlp.MXFP4(), jlp.MXFP4()),
     (jlp.MXFP8(), jlp.MXFP4()),
     (jlp.Float8Block(), jlp.Float8Block(block=(128, 128))),
+    (jlp.Float8Block(power_of_two=False), jlp.MXFP4()),
     (jlp.Float8Tensor(), jlp.Float8Tensor("e5m2")),
 )
 by_pair = pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: " by ".join(map(format_name, pair)))

@@ -32,6 +32,8 @@ PAIRS = [
     (jlp.MXFP8("e5m2"), jlp.MXFP8("e4m3", (32, 32))),
     (jlp.Float8Block(), jlp.Float8Block(block=(128, 128))),
     (jlp.Float8Block(power_of_two=False), jlp.Float8Block(block=(128, 128), power_of_two=False)),
+    (jlp.Float8Block(), jlp.MXFP4((32, 32))),
+    (jlp.Float8Block(power_of_two=False), jlp.MXFP4()),
     (jlp.Float8Tensor(), jlp.Float8Tensor("e5m2")),
 ]
 
@@ -160,7 +162,7 @@ class TestGroups:
         (jlp.Int8Rows(), jlp.MXFP4()),
     ]
 
-    @pytest.fixture(params=[PAIRS[0], PAIRS[2], PAIRS[5], PAIRS[7], *BY_ROWS], ids=pair_name)
+    @pytest.fixture(params=[PAIRS[0], PAIRS[2], PAIRS[5], *PAIRS[7:], *BY_ROWS], ids=pair_name)
     def groups(self, request):
         sizes, rows, depth = self.SIZES
         sizes = jnp.asarray(sizes, jnp.int32)

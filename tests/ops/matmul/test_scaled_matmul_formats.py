@@ -52,7 +52,7 @@ PAIRS = [
     for alike in (MX, FLOAT8_BLOCK[True], FLOAT8_BLOCK[False], FLOAT8_TENSOR)
     for pair in itertools.product(alike, repeat=2)
     if allowed(*pair)
-]
+] + [(rows, MX[tiles]) for power in (True, False) for rows in FLOAT8_BLOCK[power][::2] for tiles in (0, 1)]
 ONE_OF_EACH_KIND = [  # of kernel, and of how scales enter
     (jlp.MXFP4(), jlp.MXFP4((32, 32))),
     (jlp.MXFP8("e5m2"), jlp.MXFP8("e4m3", (32, 32))),
@@ -60,6 +60,7 @@ ONE_OF_EACH_KIND = [  # of kernel, and of how scales enter
     (jlp.Float8Block(), jlp.Float8Block("e4m3", BLOCKS[1])),
     (jlp.Float8Block("e4m3", BLOCKS[1], False), jlp.Float8Block("e5m2", BLOCKS[0], False)),
     (jlp.Float8Tensor(), jlp.Float8Tensor("e5m2")),
+    (jlp.Float8Block(power_of_two=False), jlp.MXFP4((32, 32))),
 ]
 SIZES = [(1, 1, 1), (7, 32, 3), (1, 40, 70), (33, 128, 65), (20, 300, 130), (5, 129, 18), (2, 3, 5, 33, 18)]
 LONG = (3, 1057, 20)  # along K: more than a kernel takes at a time, and odd
@@ -276,7 +277,7 @@ def test_kernels_of_arbitrary_bytes(codes, pair, data):
     else:
         numbers = st.floats(2.0**-126, width=32) | st.just(np.nan)
         scales = data.draw(st.lists(numbers, min_size=1, max_size=16))
-    a, _ = operands((17, 256, 20), pair, codes=list(codes), scales=scales)
+    a, _ = operands((17, 256, 20), (pair[0], pair[0]), codes=list(codes), scales=scales)
     _, b = operands((17, 256, 20), pair, seed=3)
     assert_multiplies(a, b, "ffi", preferred_element_type=jnp.float32)
 
