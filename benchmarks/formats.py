@@ -35,6 +35,7 @@ MULTIPLIED = (  # a, b, least speed
     (jlp.Float8Block(), jlp.Float8Block(), 0.95),
     (jlp.Float8Tensor(), jlp.Float8Tensor(), None),
     (jlp.MXFP8(), jlp.MXFP4(), None),
+    (jlp.Float8Block(power_of_two=False), jlp.MXFP4(), None),
 )
 
 

@@ -77,7 +77,7 @@ _OPERATIONS = (
     _Operation(
         "scaled_matmul, 8-bit",
         "scaled_matmul",
-        "MXFP8 x MXFP8 or MXFP4, Float8Block x Float8Block, Float8Tensor x Float8Tensor",
+        "MXFP8 x MXFP8 or MXFP4, Float8Block x Float8Block or MXFP4, Float8Tensor x Float8Tensor",
         tuple((fmt, fmt) for fmt in (MXFP8(), Float8Block(), Float8Tensor())),
     ),
     _Operation(

@@ -162,7 +162,8 @@ class WeightQAT(QAT):
         weight_format: NVFP4, MXFP4, MXFP8, Float8Block, Float8Tensor, Float8Rows, Int8Rows or Int4, for all chosen
             layers.
         activation_format: a format that a GEMM takes with the weight's (see `scaled_matmul`): fprop then is the product
-            that serves. For example MXFP8() with MXFP4 weights (Kimi K3), Int8Rows() with Int8Rows("bfloat16") (W8A8).
+            that serves. For example MXFP8() with MXFP4 weights (Kimi K3), Float8Block(power_of_two=False) with MXFP4
+            weights (compressed-tensors' MXFP4XFP8), Int8Rows() with Int8Rows("bfloat16") (W8A8).
             A loaded weight under this recipe is multiplied by quantised inputs, too. None: inputs in high precision.
         ste, include, exclude: see `Int4QAT`.
         dtype: "bfloat16" or "float16": the dtype of the checkpoint whose weights will be quantised; the master weight

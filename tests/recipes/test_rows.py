@@ -24,6 +24,7 @@ SERVED = {
         jlp.Float8Rows(scale_dtype="bfloat16"), activation_format=jlp.Float8Rows(least_scale=LEAST_SCALE_SERVED)
     ),
     "MXFP4 by MXFP8": jlp.WeightQAT(jlp.MXFP4(scale_rule="even"), activation_format=jlp.MXFP8()),
+    "MXFP4 by FP8": jlp.WeightQAT(jlp.MXFP4(scale_rule="even"), activation_format=jlp.Float8Block(power_of_two=False)),
     "W4A8": jlp.WeightQAT(jlp.Int4(32), activation_format=jlp.Int8Rows()),
     "MXFP4 by INT8": jlp.WeightQAT(jlp.MXFP4(), activation_format=jlp.Int8Rows()),
 }
@@ -114,6 +115,18 @@ def test_what_is_trained_is_what_is_exported(name, scheme):
     with jlp.autocast(serving):
         assert_same_bytes(jlp.linear(x, loaded.mT), y)
     assert stored["weight_scale"].dtype == jnp.bfloat16 and type(loaded.format) is type(weight)
+
+
+@pytest.mark.parametrize(("name", "scheme"), [("MXFP4 by FP8", "mxfp4_fp8"), ("W4A8", "w4a8")])
+def test_an_exported_weight_is_multiplied_as_it_was_trained(name, scheme):
+    """Read back from a checkpoint of four-bit weights by eight-bit activations."""
+    (x, w), recipe = operands(), SERVED[name]
+    made = schemes.by_name(scheme, **({"group_size": 32} if scheme == "w4a8" else {}))
+    kernel = jlp.quantize(w.astype(jnp.bfloat16), recipe.weight_format, axis=-2).mT
+    loaded = made.load(made.store(jax.tree.map(np.asarray, kernel)))
+    assert loaded.format == recipe.weight_format
+    with jlp.autocast(recipe):
+        assert_same_bytes(jlp.linear(x, loaded.mT), jlp.linear(x, w))
 
 
 class TestExperts:

@@ -124,7 +124,8 @@ class W4AFloat8(PackedInt4):
 class MXFP4Float8(PackedMXFP4):
     """Compressed-tensors "mxfp4-pack-quantized" with activations in FP8, 128 elements together (MXFP4XFP8).
 
-    vLLM 0.32 quantises activations to MXFP4 instead where it has no kernel for these.
+    vLLM 0.32 quantises activations to MXFP4 instead where it has no kernel for these. Here `WeightQAT` with
+    `activation_format=Float8Block(power_of_two=False)` multiplies them as the file says.
     """
 
     name: ClassVar[str] = "mxfp4_fp8"

@@ -39,6 +39,8 @@ PAIRS: tuple[tuple[Format, Format], ...] = (
     (Float8Block(), Float8Block()),
     (Float8Block("e5m2"), _SQUARE),
     (_ANY, Float8Block(block=(128, 128), power_of_two=False)),
+    (Float8Block(), MXFP4((32, 32))),
+    (_ANY, MXFP4()),
     (Float8Tensor(), Float8Tensor()),
     (Float8Tensor("e5m2"), Float8Tensor()),
     (Float8Rows(), Float8Rows(scale_dtype="bfloat16")),
