@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from jaxlowprec.ops.grouped_matmul.api import multiply_within_groups, quantize_groups
+from jaxlowprec.ops.grouped_matmul.api import multiply_groups, multiply_within_groups, quantize_groups
 from tests.eager import jlp
 from tests.helpers import assert_same_bytes, format_name, random_array
 from tests.products import operands
@@ -118,6 +118,25 @@ def test_products_on_a_mesh(pair, k, specs, axis_type):
         np.testing.assert_allclose(result, expected, rtol=1e-5, atol=1e-6 * np.abs(expected).max())
     if specs[0] == P(None, "a") and k == 1024:
         assert {kind for kind, _ in found} == {"all-reduce"}  # of the sums; codes and scales stay where they are
+
+
+@pytest.mark.parametrize("depth", [512, 320])  # K splits into whole blocks of 128, or not at all
+@pytest.mark.parametrize("spec", [P(None, "a"), P(None, None, "b"), P(None, "a", "b")], ids=str)
+@over_pairs
+def test_products_of_groups_on_a_mesh(pair, spec, depth):
+    """[T, K] by [E, K, N]: K is split, or N, or both."""
+    x, w, sizes = random_array((64, depth), seed=1), random_array((3, depth, 64), seed=2), jnp.array([20, 0, 30])
+
+    def run(x, w):
+        row, _ = quantize_groups(x, sizes, pair[0], rowwise=True, columnwise=False)
+        return multiply_groups(row, jlp.quantize(w, pair[1], axis=-2).mT, None, jnp.float32)
+
+    result, _ = on_mesh(run, [x, w], [P(None, *spec[1:2]), spec], mesh_of((2, 2)))
+    expected = jax.jit(run)(x, w)
+    if depth == 320 or spec == P(None, None, "b"):
+        assert_same_bytes(result, expected)
+    else:
+        np.testing.assert_allclose(result, expected, rtol=1e-5, atol=1e-6 * np.abs(expected).max())
 
 
 class TestBadInput:
