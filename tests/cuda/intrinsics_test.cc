@@ -205,6 +205,60 @@ TEST(tensor_cores_keep_subnormal_operands) {
   CHECK_EQ(d[0], 4 * 0x1p-120f);
 }
 
+/// The same for integers: the manual numbers a lane's elements of A from 0 to 15, of B from 0 to 7.
+void multiplies_integers(const int8_t* a, const int8_t* b, int32_t* d) {
+  const unsigned group = threadIdx.x / 4, in_group = threadIdx.x % 4;
+  uint32_t fragment_a[4] = {}, fragment_b[2] = {};
+  for (unsigned i = 0; i < 16; ++i) {
+    const unsigned row = i < 4 || (i >= 8 && i < 12) ? group : group + 8, k = in_group * 4 + (i & 3) + (i < 8 ? 0 : 16);
+    fragment_a[i / 4] |= static_cast<uint32_t>(static_cast<uint8_t>(a[row * 32 + k])) << (i % 4 * 8);
+  }
+  for (unsigned i = 0; i < 8; ++i) {
+    const unsigned k = in_group * 4 + (i & 3) + (i < 4 ? 0 : 16);
+    fragment_b[i / 4] |= static_cast<uint32_t>(static_cast<uint8_t>(b[k * 8 + group])) << (i % 4 * 8);
+  }
+  const int32_t onto[4] = {1, -2, INT32_MAX, INT32_MIN};
+  int32_t sum[4];
+  mma_m16n8k32_s8(sum, fragment_a, fragment_b, onto);
+  for (unsigned i = 0; i < 4; ++i) d[(i < 2 ? group : group + 8) * 8 + in_group * 2 + (i & 1)] = sum[i];
+}
+TEST(products_of_fragments_of_integers_wrap_around) {
+  std::mt19937 random(5);
+  std::vector<int8_t> a(16 * 32), b(32 * 8);
+  for (auto* matrix : {&a, &b})
+    for (int8_t& x : *matrix) x = static_cast<int8_t>(random());
+  std::fill_n(a.begin(), 32, int8_t{-128});
+  const Array<int8_t> x(a), y(b);
+  Array<int32_t> d(16 * 8);
+  CHECK_EQ(run({1, 32}, multiplies_integers, x.data(), y.data(), d.data()), cudaSuccess);
+  for (int i = 0; i < 16; ++i)
+    for (int j = 0; j < 8; ++j) {
+      int64_t expected = i < 8 ? (j % 2 ? -2 : 1) : (j % 2 ? INT32_MIN : INT32_MAX);
+      for (int k = 0; k < 32; ++k) expected += a[i * 32 + k] * b[k * 8 + j];
+      CHECK_EQ(d[i * 8 + j], static_cast<int32_t>(static_cast<uint32_t>(expected)));
+    }
+}
+
+/// A block's second half asks for zeros, wherever it says they come from.
+void copies_or_not(const uint4* from, uint4* to) {
+  struct Shared {
+    uint4 v[64];
+  };
+  Shared& shared = block_shared<Shared>();
+  const bool there = threadIdx.x < 32;
+  copy_async16_or_zeros(&shared.v[threadIdx.x], from + (there ? threadIdx.x : 1000 + threadIdx.x), there);
+  copy_async_commit();
+  copy_async_wait<0>();
+  to[threadIdx.x] = shared.v[threadIdx.x];
+}
+TEST(a_copy_of_nothing_leaves_zeros_and_reads_nothing) {
+  const Array<uint4> from(std::vector<uint4>(32, make_uint4(1, 2, 3, 4)), "from", cuda_on_cpu::Access::kReadOnly);
+  Array<uint4> to(64);
+  CHECK_EQ(run({1, 64, 64 * 16}, copies_or_not, from.data(), to.data()), cudaSuccess);
+  for (int i = 0; i < 64; ++i) CHECK_EQ(to[i].w, i < 32 ? 4u : 0u), CHECK_EQ(to[i].x, i < 32 ? 1u : 0u);
+  CHECK_EQ(from.traffic().read, uint64_t{512});
+}
+
 struct Rows {
   alignas(16) uint16_t v[32][24];  // rows of 48 bytes: not one after another
 };

@@ -118,6 +118,13 @@ JLP_DEVICE uint32_t and_or(uint32_t x, uint32_t mask, uint32_t bits) {
   return y;
 }
 
+/// (x & mask) ^ bits, likewise.
+JLP_DEVICE uint32_t and_xor(uint32_t x, uint32_t mask, uint32_t bits) {
+  uint32_t y;
+  asm("lop3.b32 %0, %1, %2, %3, 0x6A;" : "=r"(y) : "r"(x), "r"(mask), "r"(bits));
+  return y;
+}
+
 /// 1 / x for a normal x, to within one unit in the last place.
 JLP_DEVICE float near_reciprocal(float x) {
   float y;
@@ -144,6 +151,13 @@ JLP_DEVICE void copy_async16(void* shared, const void* global) {
                "l"(global)
                : "memory");
 }
+/// The same where they are `there`; else 16 zeros, and nothing is read.
+JLP_DEVICE void copy_async16_or_zeros(void* shared, const void* global, bool there) {
+  asm volatile(
+      "cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(static_cast<uint32_t>(__cvta_generic_to_shared(shared))),
+      "l"(global), "r"(there ? 16 : 0)
+      : "memory");
+}
 /// 16 bytes that no thread writes, of an array that is read along its lines: the L2 cache takes 256 from memory.
 JLP_DEVICE uint4 load_line16(const void* global) {
   uint4 v;
@@ -165,6 +179,16 @@ JLP_DEVICE void mma_m16n8k16_bf16(float (&d)[4], const uint32_t (&a)[4], const u
       "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+
+/// d = a b + c for a 16x32 (row-major), b 32x8 (column-major) of 8-bit integers and d of 32-bit ones, in the fragments of
+/// mma.m16n8k32.
+JLP_DEVICE void mma_m16n8k32_s8(int32_t (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], const int32_t (&c)[4]) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+      "{%10, %11, %12, %13};"
+      : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]), "r"(c[0]), "r"(c[1]), "r"(c[2]), "r"(c[3]));
 }
 
 /// Four 8x8 matrices of 16-bit elements; lane i gives the address of row i % 8 of matrix i / 8.
@@ -220,6 +244,7 @@ JLP_DEVICE uint32_t f16x2_of_float8x2_hardware(uint32_t two) {
 }
 
 JLP_DEVICE uint32_t and_or(uint32_t x, uint32_t mask, uint32_t bits) { return (x & mask) | bits; }
+JLP_DEVICE uint32_t and_xor(uint32_t x, uint32_t mask, uint32_t bits) { return (x & mask) ^ bits; }
 /// One unit off, up or down: callers have to be right with either.
 JLP_DEVICE float near_reciprocal(float x) {
   const uint32_t bits = Lanes<float>::bits(1.0f / x);
@@ -230,6 +255,9 @@ JLP_DEVICE uint32_t kept(uint32_t x) { return x; }
 JLP_DEVICE uint32_t not_kept(uint32_t x) { return x; }
 
 JLP_DEVICE void copy_async16(void* shared, const void* global) { cuda_on_cpu::copy_async(shared, global, 16); }
+JLP_DEVICE void copy_async16_or_zeros(void* shared, const void* global, bool there) {
+  there ? cuda_on_cpu::copy_async(shared, global, 16) : cuda_on_cpu::zero_async(shared, 16);
+}
 JLP_DEVICE uint4 load_line16(const void* global) { return *static_cast<const uint4*>(global); }
 JLP_DEVICE void copy_async_commit() { cuda_on_cpu::copy_async_commit(); }
 template <int kPending>
@@ -239,6 +267,9 @@ JLP_DEVICE void copy_async_wait() {
 
 JLP_DEVICE void mma_m16n8k16_bf16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
   cuda_on_cpu::mma_m16n8k16_bf16(d, a, b);
+}
+JLP_DEVICE void mma_m16n8k32_s8(int32_t (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], const int32_t (&c)[4]) {
+  cuda_on_cpu::mma_m16n8k32_s8(d, a, b, c);
 }
 JLP_DEVICE void ldmatrix_x4(uint32_t (&r)[4], const void* shared_row) { cuda_on_cpu::ldmatrix_x4(r, shared_row); }
 

@@ -8,16 +8,30 @@
 
 namespace cuda_on_cpu {
 
-void copy_async(void* shared, const void* global, uint32_t bytes) {
-  const PlaceInCode place = place_of(__builtin_return_address(0));
+namespace {
+
+/// Of bytes that exist, or of zeros.
+void start(void* shared, const void* from, uint32_t bytes, PlaceInCode place) {
   Thread& self = *machine.current;
-  if (reinterpret_cast<uintptr_t>(shared) % bytes || reinterpret_cast<uintptr_t>(global) % bytes)
+  if (reinterpret_cast<uintptr_t>(shared) % bytes || reinterpret_cast<uintptr_t>(from) % bytes)
     fail("copy_async of " + std::to_string(bytes) + " bytes: an address is not a multiple of that at " + placeholder(place));
   if (!in_shared_memory(shared)) fail("copy_async to an address outside of shared memory at " + placeholder(place));
-  const AsyncCopy copy{shared, global, bytes, self.copy_groups, place};
-  use(global, bytes, Use::kRead, place);
+  const AsyncCopy copy{shared, from, bytes, self.copy_groups, place};
   start_copy(copy);
   self.copies.push_back(copy);
+}
+
+}  // namespace
+
+void copy_async(void* shared, const void* global, uint32_t bytes) {
+  const PlaceInCode place = place_of(__builtin_return_address(0));
+  if (reinterpret_cast<uintptr_t>(global) % bytes == 0) use(global, bytes, Use::kRead, place);
+  start(shared, global, bytes, place);
+}
+
+void zero_async(void* shared, uint32_t bytes) {
+  alignas(16) static constexpr uint8_t kZeros[16] = {};
+  start(shared, kZeros, bytes, place_of(__builtin_return_address(0)));
 }
 
 void copy_async_commit() { ++machine.current->copy_groups; }

@@ -43,9 +43,12 @@ T shuffle(const Site& site, uint32_t mask, T value, uint32_t source) {
 // The functions that intrinsics.cuh calls instead of PTX.
 void* shared_memory();
 void copy_async(void* shared, const void* global, uint32_t bytes);
+void zero_async(void* shared, uint32_t bytes);  // cp.async of no bytes of the source
 void copy_async_commit();
 void copy_async_wait(int pending);
 void mma_m16n8k16_bf16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], CUDA_ON_CPU_LINE);
+void mma_m16n8k32_s8(int32_t (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], const int32_t (&c)[4],
+                     CUDA_ON_CPU_LINE);
 void ldmatrix_x4(uint32_t (&r)[4], const void* shared_row, CUDA_ON_CPU_LINE);
 
 }  // namespace cuda_on_cpu

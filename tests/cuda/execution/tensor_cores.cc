@@ -1,4 +1,5 @@
-// Matrix operations of a warp, by the fragment layouts that the PTX manual draws (mma.m16n8k16, ldmatrix .m8n8.x4).
+// Matrix operations of a warp, by the fragment layouts that the PTX manual draws (mma.m16n8k16 of bfloat16, mma.m16n8k32 of
+// 8-bit integers, ldmatrix .m8n8.x4).
 #include "collectives.h"
 #include "machine.h"
 #include "report.h"
@@ -43,6 +44,36 @@ void multiply(void* const* arguments) {
   set_float_mode(mode);
 }
 
+struct IntegerProduct {
+  int32_t* d;
+  const uint32_t *a, *b;
+  const int32_t* c;
+};
+
+int32_t byte_of(uint32_t word, uint32_t which) { return static_cast<int8_t>(word >> (8 * which)); }
+
+/// Lane i holds of A the rows i / 4 and + 8, columns 4 (i % 4) to + 3, and those + 16; of B these as rows, column i / 4; of
+/// C and D the rows i / 4 and + 8, columns 2 (i % 4), + 1. Sums wrap around.
+void multiply_integers(void* const* arguments) {
+  int32_t a[16][32], b[32][8];
+  for (uint32_t lane = 0; lane < kWarpSize; ++lane) {
+    const IntegerProduct& held = *static_cast<const IntegerProduct*>(arguments[lane]);
+    const uint32_t group = lane / 4, first = lane % 4 * 4;
+    for (uint32_t i = 0; i < 16; ++i)
+      a[group + (i / 4 % 2) * 8][first + i % 4 + (i / 8) * 16] = byte_of(held.a[i / 4], i % 4);
+    for (uint32_t i = 0; i < 8; ++i) b[first + i % 4 + (i / 4) * 16][group] = byte_of(held.b[i / 4], i % 4);
+  }
+  for (uint32_t lane = 0; lane < kWarpSize; ++lane) {
+    const IntegerProduct& held = *static_cast<const IntegerProduct*>(arguments[lane]);
+    for (uint32_t i = 0; i < 4; ++i) {
+      const uint32_t row = lane / 4 + (i / 2) * 8, column = lane % 4 * 2 + i % 2;
+      uint32_t sum = static_cast<uint32_t>(held.c[i]);
+      for (uint32_t k = 0; k < 32; ++k) sum += static_cast<uint32_t>(a[row][k] * b[k][column]);
+      held.d[i] = static_cast<int32_t>(sum);
+    }
+  }
+}
+
 struct MatrixRows {
   uint32_t* r;
   const void* row;
@@ -64,6 +95,12 @@ void load_matrices(void* const* arguments) {
 void mma_m16n8k16_bf16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], const char* file, int line) {
   Product argument{d, a, b};
   warp_collective({"mma_m16n8k16_bf16", file, line}, kWholeWarp, &argument, multiply);
+}
+
+void mma_m16n8k32_s8(int32_t (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], const int32_t (&c)[4],
+                     const char* file, int line) {
+  IntegerProduct argument{d, a, b, c};
+  warp_collective({"mma_m16n8k32_s8", file, line}, kWholeWarp, &argument, multiply_integers);
 }
 
 void ldmatrix_x4(uint32_t (&r)[4], const void* shared_row, const char* file, int line) {
