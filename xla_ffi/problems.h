@@ -47,7 +47,7 @@ struct Format {
   bool power_of_two;     // of kFloat32 and kTensor
   float amax_epsilon;    // of kFloat32 and kTensor
   ElementType scale_type = ElementType::kBF16;  // of kFloat16 and kRows
-  bool column_major = false;                    // on GPUs, of kFloat32 in 1 x block: scales lie as [blocks, rows]
+  bool column_major = false;                    // on GPUs, in 1 x block: scales lie as [blocks, rows]
   float least_scale = 0;                        // of kRows
 
   /// Whether a block takes the best of several scales.

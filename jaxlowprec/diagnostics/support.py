@@ -216,7 +216,8 @@ def _on_cuda(op: str, formats: tuple[Format, ...], capability: float | None) -> 
     problem, route = cuda.route(formats[0], formats[1], round(10 * capability))
     if problem:
         return Runs("portable", f"{_portable(op, 'cuda', formats)}, because {problem}")
-    return Runs("native", f"{route}, by cuBLASLt")
+    own = formats[0].element == "int8" and formats[1].packed
+    return Runs("native", route if own else f"{route}, by cuBLASLt")
 
 
 def _named(platform: str) -> str:

@@ -1,6 +1,7 @@
 """The order of scales in the memory of NVIDIA GPUs, where the GEMM that reads them wants one.
 
 cuBLASLt reads the float32 scales of 1x128 blocks column by column: the first blocks of all rows, then the second ones.
+So does the kernel that multiplies 8-bit integers by a 4-bit weight read the weight's scales, on every GPU.
 An array of scales keeps its shape [..., rows, blocks]. The calls that write scales and the GEMM state the order as a
 layout: XLA passes the bytes on where both do, and transposes them where another op writes or reads them.
 """

@@ -81,6 +81,10 @@ NEEDS = (
     # Weights of 16 columns a warp in registers; x comes from the L2 cache, through shared memory.
     Need("matmul_decode_kernel<., 1, .*>", in_loop=True, dynamic_shared=32 * 1024),
     Need("matmul_decode_kernel<., 2, .*>", in_loop=True, dynamic_shared=64 * 1024),
+    # Stages of a tile's operands in shared memory.
+    Need("int8_by_nibbles_kernel<.*, NibbleTile<2, .*> ?>", dynamic_shared=53 * 1024),
+    Need("int8_by_nibbles_kernel<.*, NibbleTile<4, .*> ?>", dynamic_shared=51 * 1024),
+    Need("int8_by_nibbles_kernel<.*, NibbleTile<8, .*> ?>", dynamic_shared=76 * 1024),
     Need(
         "(matmul_decode_sum|moments_sum|sums_sum|add_parts)_kernel",
         exempt="sums that the kernel before it wrote: in the L2 cache",

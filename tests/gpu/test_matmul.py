@@ -52,6 +52,32 @@ def test_products_of_integers_have_the_cpus_bytes(cpu, gpu, scale_dtype):
                 assert_same_bytes_on((cpu, gpu), product, a, b)
 
 
+@pytest.mark.parametrize(
+    "fmt",
+    [
+        jlp.MXFP4(),
+        jlp.MXFP4((32, 32)),
+        *(jlp.Int4(*of) for of in itertools.product((32, 64, 128, 256), (True,), FLOATS[:2])),
+    ],
+    ids=format_name,
+)
+def test_integers_by_4_bits_have_the_cpus_bytes(cpu, gpu, fmt):
+    """Each kind of tile, one of them not whole; accumulated onto, with and without an epilogue of XLA's; batches."""
+    sizes = [(1, 256, 3), (16, 1024, 300), (33, 768, 65), (130, 512, 264), (300, 1280, 8200), (3, 131_072, 20)]
+    for (m, k, n), batch in (*((size, ()) for size in sizes), ((20, 512, 48), (3,))):
+        a = jlp.quantize(random_array((*batch, m, k), "bfloat16", 1), jlp.Int8Rows())
+        weight = random_array((*batch, n, k), "bfloat16", 2)
+        b = jlp.quantize(weight.astype(fmt.scale_dtype) if fmt.element == "int4" else weight, fmt)
+        bias, accumulate = random_array((*batch, n), "float32", 3), random_array((*batch, m, n), "bfloat16", 4)
+        for given in ({}, {"accumulate": accumulate}, {"bias": bias}):
+            for dtype in FLOATS:
+
+                def product(a, b, given=given, dtype=dtype):
+                    return multiply(a, b, preferred_element_type=dtype, **given)
+
+                assert_same_bytes_on((cpu, gpu), product, a, b)
+
+
 @pytest.mark.parametrize("formats", NVFP4[:1] + ONE_OF_EACH_KIND, ids=pair_name)
 def test_error_of_float32_sums(gpu, formats):
     """With precision="highest" numerics.md 9 holds on every GPU; None: what has no such kernel is the reference's."""

@@ -1,9 +1,7 @@
 """What the ops become on NVIDIA GPUs, read off the lowered code: nothing here runs on one."""
 
 import dataclasses
-import functools
 import itertools
-import re
 
 import jax
 import jax.numpy as jnp
@@ -12,34 +10,14 @@ import pytest
 from jax import export
 
 import jaxlowprec as jlp
-from jaxlowprec.ops.epilogue import Epilogue
 from jaxlowprec.ops.grouped_matmul.api import multiply_groups, multiply_within_groups, quantize_groups
 from jaxlowprec.ops.grouped_matmul.weight_only import grouped_weight_only
 from jaxlowprec.ops.scaled_matmul import cuda
-from jaxlowprec.ops.weight_only_matmul import portable
-from jaxlowprec.ops.weight_only_matmul.op import WeightOnlySpec
 from tests.cuda_without_gpu.claiming_cuda import claiming_cuda, custom_calls
-from tests.eager import evaluated
-from tests.helpers import FLOATS, ONE_OF_EACH, assert_same_numbers, often, random_array
+from tests.cuda_without_gpu.gemm_calls import matmul_call, workspace_of
+from tests.helpers import ONE_OF_EACH, assert_same_numbers, random_array
 
-GEMM_WORKSPACE = (32 << 20) + 256  # cuBLASLt's own, and room to align it
 TILES = {"NVFP4": (16, 16), "MXFP8": (32, 32), "MXFP4": (32, 32), "Float8Block": (128, 128)}
-
-
-def matmul_call(a_format, b_format, m, k, n, capability, batch=(), **options):
-    """The one GEMM that a product lowers to."""
-    a, b = (
-        jax.eval_shape(lambda f=f, r=r: jlp.quantize(jnp.zeros((*batch, r, k)), f))
-        for r, f in ((m, a_format), (n, b_format))
-    )
-    with claiming_cuda(capability):
-        (call,) = custom_calls(lambda a, b: jlp.scaled_matmul(a, b, **options), a, b)
-    assert call.target == "jaxlowprec_scaled_matmul"
-    return call
-
-
-def workspace_of(call):
-    return int(re.fullmatch(r"(\d+)xui8", call.results[1])[1]) - GEMM_WORKSPACE
 
 
 def up(n, multiple):
@@ -262,13 +240,6 @@ class TestOperands:
         call = matmul_call(jlp.Float8Rows(), floats, 5, 130, 33, 10.0)
         assert workspace_of(call) == up(4 * 8 * 48, 256)
 
-    def test_four_bit_weights_by_integers_have_no_kernel(self):
-        x, w = jlp.quantize(jnp.ones((16, 64)), jlp.Int8Rows()), jlp.quantize(jnp.ones((32, 64)), jlp.MXFP4())
-        with claiming_cuda(9.0):
-            assert custom_calls(jlp.scaled_matmul, x, w) == []
-            with pytest.raises(NotImplementedError, match="4-bit weights by 8-bit integers have no CUDA kernel yet"):
-                custom_calls(functools.partial(jlp.scaled_matmul, implementation="ffi"), x, w)
-
     def test_nothing_to_multiply_needs_no_kernel(self):
         a = jlp.quantize(jnp.zeros((16, 0)), jlp.NVFP4())
         with claiming_cuda(9.0):
@@ -361,90 +332,6 @@ def test_symbolic_shapes_take_the_reference_and_say_why():
         assert "@jaxlowprec" not in lowered(None)
         with pytest.raises(NotImplementedError, match="shapes are symbolic"):
             lowered("ffi")
-
-
-class TestWeightOnly:
-    """Few rows of bfloat16 by NVFP4 or Int4 are the library's own kernel's, all others XLA's GEMM."""
-
-    KERNEL = (
-        (jlp.NVFP4(), ["64x64xui8", "64x8xf8E4M3FN", "f32"]),
-        (jlp.NVFP4((16, 16)), ["64x64xui8", "4x8xf8E4M3FN", "f32"]),
-        (jlp.Int4(32), ["64x64xui8", "64x4xbf16"]),
-        (jlp.Int4(64, symmetric=False), ["64x64xui8", "64x2xbf16", "64x2xui8"]),
-    )
-
-    def calls(self, fmt, m, capability=9.0, dtype="bfloat16", batch=(), **options):
-        x, w = jnp.ones((*batch, m, 128), dtype), jnp.ones((64, 128), jnp.bfloat16)
-        q = jax.eval_shape(lambda: jlp.quantize(w.astype(fmt.scale_dtype) if fmt.element == "int4" else w, fmt))
-        with claiming_cuda(capability):
-            return custom_calls(lambda x, q: jlp.scaled_matmul(x, q, **options), x, q)
-
-    @pytest.mark.parametrize(("fmt", "weight"), KERNEL, ids=str)
-    def test_few_rows(self, fmt, weight):
-        for capability in (8.0, 9.0, 10.0, None):
-            (call,) = self.calls(fmt, 16, capability)
-            assert call.target == "jaxlowprec_weight_only_matmul"
-            assert call.operands == ["16x128xbf16", *weight]
-            assert call.results[0] == "16x64xbf16"
-            assert f"asymmetric = {str(len(weight) == 3 and fmt.element == 'int4').lower()}" in call.attributes
-        assert self.calls(fmt, 2, batch=(8,))[0].operands[0] == "16x128xbf16"
-
-    def test_the_kernel_rounds_sums_and_xla_applies_other_epilogues(self):
-        fmt = jlp.Int4(32)
-        for options, result in (
-            ({"preferred_element_type": jnp.float32}, "f32"),
-            ({"preferred_element_type": jnp.float16}, "f16"),
-            ({"bias": jnp.ones(64)}, "f32"),
-            ({"activation": "gelu"}, "f32"),
-            ({"accumulate": jnp.ones((16, 64), jnp.bfloat16)}, "f32"),
-        ):
-            (call,) = self.calls(fmt, 16, **options)
-            assert call.results[0] == f"16x64x{result}"
-
-    @pytest.mark.parametrize(
-        ("fmt", "m", "dtype", "why"),
-        [
-            (jlp.Int4(32), 17, "bfloat16", "lhs has more than 16 rows"),
-            (jlp.Int4(32), 1, "float32", "lhs is not bfloat16: cast it"),
-            (jlp.Int4(16), 1, "bfloat16", "groups that are not a multiple of 32"),
-            (jlp.Int4(32, scale_dtype="float16"), 1, "bfloat16", "float16 scales"),
-            (jlp.MXFP4(), 1, "bfloat16", "neither NVFP4 nor Int4"),
-        ],
-        ids=str,
-    )
-    def test_the_others(self, fmt, m, dtype, why):
-        assert self.calls(fmt, m, dtype=dtype) == []
-        with pytest.raises(NotImplementedError, match=f"scaled_matmul: .*{why}.*implementation=None"):
-            self.calls(fmt, m, dtype=dtype, implementation="ffi")
-
-    def test_a_gpu_without_bfloat16_tensor_cores(self):
-        assert self.calls(jlp.NVFP4(), 1, 7.5) == []
-
-
-WEIGHTS = (*ONE_OF_EACH, jlp.Int4(32), jlp.Int4(32, False, "float16"))
-
-
-@pytest.mark.sampled(7)
-@pytest.mark.parametrize(
-    ("fmt", "dtype"),
-    often(
-        [*((fmt, "bfloat16") for fmt in WEIGHTS), (WEIGHTS[-1], "float16"), (WEIGHTS[0], "float32")],
-        list(itertools.product(WEIGHTS, FLOATS)),
-        2,
-    ),
-    ids=str,
-)
-def test_xlas_gemm_of_the_decoded_weight_is_the_product(fmt, dtype):
-    """Run on the CPU: what it computes is the same on a GPU."""
-    x, w = random_array((5, 160), dtype, 1), random_array((40, 160), seed=2)
-    w = np.asarray(w).astype(jnp.dtype(fmt.scale_dtype)) if fmt.element == "int4" else w
-    q = evaluated(jlp.quantize)(w, fmt)
-    bias, epilogue = random_array((40,), "float32", 3), Epilogue(True, False, "gelu", False, jnp.float32)
-    spec = WeightOnlySpec(fmt, False, False, True, epilogue)
-    multiply = jax.jit(functools.partial(portable.decoded_matmul, spec))
-    (y,) = multiply(x, q.data, q.scale, q.amax, q.zero_point, [bias])
-    expected = evaluated(jlp.scaled_matmul)(x, q, bias, activation="gelu", preferred_element_type=jnp.float32)
-    np.testing.assert_allclose(y, expected, rtol=1e-5, atol=1e-4)
 
 
 class TestSlices:

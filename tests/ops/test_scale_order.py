@@ -96,6 +96,13 @@ class TestGEMMs:
         call = self.call(ROWS, ROWS, capability)
         assert BY_COLUMNS not in layouts(call, "operand") and "column_major" not in call.attributes
 
+    @pytest.mark.parametrize("capability", [None, 8.0, 9.0, 10.0])
+    @pytest.mark.parametrize("weight", [jlp.Int4(64), jlp.MXFP4((32, 32))], ids=str)
+    def test_weights_of_integers_by_4_bits(self, weight, capability):
+        call = self.call(jlp.Int8Rows(), weight, capability)
+        assert layouts(call, "operand") == [BY_ROWS] * 3 + [BY_COLUMNS]
+        assert call.attributes.count("column_major = true") == 1
+
     def test_decoded_operands(self):
         """Kernels that decode read scales row by row."""
         call = self.call(ROWS, TILES, precision="highest")

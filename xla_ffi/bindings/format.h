@@ -84,8 +84,9 @@ inline bool take_scale_type(Format& format, const ffi::AnyBuffer& scale) {
 }
 
 /// The format, or nothing where the dictionary lacks an entry or has one this build does not know. `may_be_column_major`:
-/// the call's kernels know scales in either order.
-inline std::optional<Format> decode_format(const ffi::Dictionary& attributes, bool may_be_column_major = false) {
+/// the call's kernels know scales in either order, in float32, or `of_weights` of 4 bits.
+inline std::optional<Format> decode_format(const ffi::Dictionary& attributes, bool may_be_column_major = false,
+                                           bool of_weights = false) {
   const auto code_name = attributes.get<std::string_view>("element");
   const auto scaling_name = attributes.get<std::string_view>("scaling");
   const auto rule_name = attributes.get<std::string_view>("scale_rule");
@@ -100,7 +101,8 @@ inline std::optional<Format> decode_format(const ffi::Dictionary& attributes, bo
     format->least_scale = *least_scale;
   }
   if (!format || !attributes.contains("column_major")) return format;
-  if (!may_be_column_major || format->scaling != Scaling::kFloat32 || format->tiles) return std::nullopt;
+  const bool known = format->scaling == Scaling::kFloat32 || (of_weights && format->packed());
+  if (!may_be_column_major || !known || format->tiles) return std::nullopt;
   format->column_major = true;
   return format;
 }

@@ -19,7 +19,7 @@ inline std::optional<BoundOperand> bind_operand(const ffi::AnyBuffer& data, cons
                                                 const ffi::Dictionary& attributes, bool may_be_column_major = false,
                                                 std::optional<int64_t> depth = std::nullopt,
                                                 std::optional<int64_t> groups = std::nullopt) {
-  auto format = decode_format(attributes, may_be_column_major);
+  auto format = decode_format(attributes, may_be_column_major, true);
   if (!format) return std::nullopt;
   if (!take_scale_type(*format, scale)) return std::nullopt;
   const Matrices m(data);

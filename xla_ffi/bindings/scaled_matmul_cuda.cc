@@ -26,6 +26,9 @@ ffi::Error with_matmul(const Use& use, ffi::AnyBuffer a_data, ffi::AnyBuffer a_s
   for (const Format* f : {&p.a.format, &p.b.format})
     JLP_REQUIRE(f->scaling != Scaling::kRows || f->scale_type == ElementType::kF32);
   JLP_REQUIRE((!p.a.format.column_major || p.rows % 4 == 0) && (!p.b.format.column_major || p.columns % 4 == 0));
+  const bool nibbles = p.a.format.code == CodeType::kInt8 && p.b.format.packed();
+  for (const Format* f : {&p.a.format, &p.b.format})
+    JLP_REQUIRE(f->scaling == Scaling::kFloat32 || f->column_major == (nibbles && f->packed()));
   const bool tensor = p.a.format.scaling == Scaling::kTwoLevel || p.a.format.scaling == Scaling::kTensor;
   JLP_REQUIRE(args.size() == static_cast<size_t>(tensor + accumulate));
   if (result->element_count() == 0) return ffi::Error::Success();

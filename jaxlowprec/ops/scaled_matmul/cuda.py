@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import jax
 import jax.numpy as jnp
 
-from jaxlowprec.arrays.formats import MXFP8, Format
+from jaxlowprec.arrays.formats import MXFP4, MXFP8, Format
 from jaxlowprec.arrays.layouts import pad_to_multiples
 from jaxlowprec.ops import scale_order
 from jaxlowprec.ops.scaled_matmul import reference
@@ -65,7 +65,9 @@ def _multiples(a_format: Format, b_format: Format, rows: int, rebased: bool) -> 
     least = _LEAST_SCALED_ROWS if rows < _LEAST_SCALED_ROWS else _SCALED_ROWS
     if a_format.scaling == "float32":
         return least, _DEPTH if b_format.scaling == "float32" else _SCALED_DEPTH
-    return _SCALED_ROWS if a_format.scaling == "rows" else least if rebased else 1, _DEPTH
+    if a_format.scaling == "rows" and not b_format.packed:
+        return _SCALED_ROWS, _DEPTH
+    return least if rebased else 1, _DEPTH
 
 
 def _planned(a_format: Format, b_format: Format, rows: int, columns: int, depth: int) -> tuple[int, int, int]:
@@ -126,6 +128,14 @@ def _as_mxfp8(scale: jax.Array, fmt: Format, rows: int, depth: int) -> tuple[jax
     return jax.lax.bitcast_convert_type(exponents, as_mx.scale_dtype), as_mx
 
 
+def _by_lines(scale: jax.Array, fmt: Format, rows: int) -> tuple[jax.Array, Format]:
+    """The scales of a 4-bit weight [..., rows, K]: in square tiles, repeated for each line of a tile."""
+    if not fmt.tiles:
+        return scale, fmt
+    codes = jnp.repeat(jax.lax.bitcast_convert_type(scale, jnp.uint8), fmt.length, axis=-2)[..., :rows, :]
+    return jax.lax.bitcast_convert_type(codes, scale.dtype), MXFP4()
+
+
 def why_not(spec: MatmulSpec, a_data: jax.Array, b_data: jax.Array) -> str:
     """Why the GPUs of this process have no GEMM for these operands; empty if they have one, or if there is no GPU."""
     if not all(isinstance(n, int) for n in (*a_data.shape, *b_data.shape)):
@@ -152,6 +162,8 @@ def matmul(
     bias, accumulate, _ = epilogue.split(rest)
 
     capability = native.compute_capability() or 0
+    if by_groups := a_fmt.scaling == "rows" and b_fmt.packed:  # a kernel of the library: any number of rows
+        b_scale, b_fmt = _by_lines(b_scale, b_fmt, columns)
     rebased = not spec.float32_sums and _rebases(a_fmt, b_fmt, capability)
     a_rows, multiple = _multiples(a_fmt, b_fmt, rows, rebased)
     a_data, a_scale = _padded(a_data, a_scale, a_fmt, a_rows, multiple)
@@ -174,6 +186,7 @@ def matmul(
     if added is not None:
         operands.append(added)
     column_major = [not spec.float32_sums and scale_order.is_column_major(fmt) for fmt in (a_fmt, b_fmt)]
+    column_major[1] |= by_groups
     a_format, b_format = map(scale_order.attributes, (a_fmt, b_fmt), column_major)
     layouts = [
         *scale_order.layouts(operands[:2], column_major[0]),

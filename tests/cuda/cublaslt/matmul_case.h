@@ -118,6 +118,8 @@ struct Case {
                                           : 0.01f + static_cast<float>(random() % 1000);
       if (f.scale_bytes() == 4)
         std::memcpy(scale + 4 * i, &number, 4);
+      else if (f.scale_bytes() == 2)
+        reference::put(scale, f.scale_type, i, number);
       else
         scale[i] = static_cast<uint8_t>(f.scaling == Scaling::kE8M0 ? 115 + random() % 24 : random() % 0x7F);
     }
@@ -194,11 +196,11 @@ inline void check_result(const Case& c) {
 }
 
 /// Scales as they lie in memory, column by column.
-inline std::vector<float> by_columns(const MatmulOperand& o, int64_t batch, int64_t rows) {
-  const int64_t blocks = o.format.scale_columns(o.columns), size = rows * blocks;
-  std::vector<float> found(batch * size);
+inline std::vector<uint8_t> by_columns(const MatmulOperand& o, int64_t batch, int64_t rows) {
+  const int64_t blocks = o.format.scale_columns(o.columns), size = rows * blocks, bytes = o.format.scale_bytes();
+  std::vector<uint8_t> found(batch * size * bytes);
   for (int64_t i = 0; i < batch * size; ++i)
-    found[i] = reinterpret_cast<const float*>(o.scale)[i / size * size + i % rows * blocks + i % size / rows];
+    std::memcpy(&found[i * bytes], o.scale + (i / size * size + i % rows * blocks + i % size / rows) * bytes, bytes);
   return found;
 }
 

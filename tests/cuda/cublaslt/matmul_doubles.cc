@@ -4,6 +4,7 @@
 
 #include "../../../xla_ffi/cuda/decode.h"
 #include "../../../xla_ffi/cuda/errors.h"
+#include "../../../xla_ffi/cuda/matmul/int8_by_nibbles.h"
 #include "../../../xla_ffi/cuda/matmul/layouts.h"
 #include "../../../xla_ffi/cuda/matmul/line_scales.h"
 #include "../../../xla_ffi/cuda/matmul/matmul_plan.h"
@@ -98,6 +99,25 @@ cudaError_t launch(const LineScalesProblem& p, cudaStream_t) {
     const float onto = p.accumulate ? reference::get(p.accumulate, p.type, i) : 0;
     reference::put(p.result, p.type, i, p.accumulate ? reference::add(scaled, onto) : scaled);
   }
+  return cudaSuccess;
+}
+
+cudaError_t launch(const Int8ByNibblesProblem& p, cudaStream_t) {
+  const Format& f = p.b_format;
+  const int64_t groups = f.blocks(p.depth), size = f.scale_bytes();
+  std::vector<uint8_t> scales(groups * p.columns * size);  // row by row
+  for (int64_t i = 0; i < groups * p.columns; ++i)
+    std::memcpy(&scales[i * size], p.b_scale + (i % groups * p.columns + i / groups) * size, size);
+  MatmulProblem same{};
+  same.a = {{CodeType::kInt8, Scaling::kRows, 1, false, ScaleRule::kDeploy, false, 0, ElementType::kF32},
+            p.a,
+            reinterpret_cast<const uint8_t*>(p.a_scale),
+            nullptr,
+            p.depth};
+  same.b = {f, p.b, scales.data(), nullptr, groups * f.block};
+  same.batch = 1, same.rows = p.rows, same.columns = p.columns;
+  same.accumulate = p.accumulate, same.type = same.accumulate_type = p.type;
+  reference::matmul(same, p.result, nullptr);
   return cudaSuccess;
 }
 

@@ -102,9 +102,8 @@ TEST(scales_in_the_order_of_hoppers_gemm_are_not_laid_out_again) {
       const auto expected = result(of_rows + of_tiles);
       check_result(c);
       const auto a_scale = by_columns(c.p.a, 2, 20), b_scale = by_columns(c.p.b, 2, 144);
-      const auto lay_out = [](MatmulOperand& o, const std::vector<float>& scale) {
-        if (o.format.tiles) return;
-        o.format.column_major = true, o.scale = reinterpret_cast<const uint8_t*>(scale.data());
+      const auto lay_out = [](MatmulOperand& o, const std::vector<uint8_t>& scale) {
+        if (!o.format.tiles) o.format.column_major = true, o.scale = scale.data();
       };
       lay_out(c.p.a, a_scale), lay_out(c.p.b, b_scale);
       CHECK(result(of_tiles) == expected);
@@ -119,6 +118,10 @@ TEST(scales_in_the_order_of_another_gpu_are_refused) {
     Case c(rows, float8_block(k4, true, true), {1, 16, 16, 256}, ElementType::kF32, false);
     CHECK(contains(c.run(), "compile the program for this GPU"));
   }
+}
+
+constexpr Format int4_in_groups(int32_t group) {
+  return {CodeType::kInt4, Scaling::kFloat16, group, false, ScaleRule::kUp, false, 0};
 }
 
 TEST(routes) {
@@ -155,7 +158,9 @@ TEST(routes) {
   CHECK(route(nvfp4(), nvfp4(), 64, 75) == Route::kNone);
   const Format integers = line_format(CodeType::kInt8);
   for (const int capability : {80, 89, 90, 100, 120}) CHECK(route(integers, integers, 1, capability) == Route::kInt8);
-  CHECK(route(integers, mx(k2), 64, 90) == Route::kNone);
+  for (const int capability : {80, 89, 90, 100, 120})
+    for (const Format& weight : {mx(k2), mx(k2, true), int4_in_groups(32), int4_in_groups(256)})
+      CHECK(route(integers, weight, 64, capability) == Route::kNibbles);
   CHECK(route(line_format(k4), line_format(k4), 64, 80) == Route::kDecoded);
   CHECK(route(line_format(k4), line_format(k4), 64, 89) == Route::kTensor);
   CHECK(route(line_format(k4), line_format(k4), 64, 90) == Route::kLines);
@@ -183,6 +188,24 @@ TEST(products_of_integers_are_the_references_to_the_byte) {
               CHECK_EQ(reference::get(c.result.data, ElementType::kF32, i), accumulate ? sum + onto : sum);
             }
         }
+      }
+  }
+}
+
+/// The kernel is executed in tests/cuda; this is what it is given, of each batch entry.
+TEST(products_of_integers_by_4_bits_are_the_references_to_the_byte) {
+  for (const int capability : {80, 90, 100}) {
+    set_capability(capability);
+    for (const Format& weight : {mx(k2), int4_in_groups(32), int4_in_groups(128)})
+      for (const bool accumulate : {false, true}) {
+        Case c(line_format(CodeType::kInt8), weight, {3, 5, 48, 256}, ElementType::kF32, accumulate);
+        CHECK(contains(c.run(), "do not lie group by group"));
+        std::vector<uint8_t> expected(4 * 3 * 5 * 48);
+        reference::matmul(c.p, expected.data(), nullptr);
+        const auto scales = by_columns(c.p.b, 3, 48);
+        c.p.b.format.column_major = true, c.p.b.scale = scales.data();
+        CHECK_EQ(c.run(), std::string());
+        CHECK(std::equal(expected.begin(), expected.end(), c.result.data));
       }
   }
 }

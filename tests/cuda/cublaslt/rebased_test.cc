@@ -113,7 +113,7 @@ TEST(fp8_blocks_by_mxfp4_keep_the_scales_that_lie_in_hoppers_order) {
   CHECK_EQ(doubles::layout_calls - before, 2);  // a's of each batch entry
   const std::vector<uint8_t> expected(c.result.data, c.result.data + 4 * 2 * 20 * 144);
   const auto scale = by_columns(c.p.a, 2, 20);
-  c.p.a.format.column_major = true, c.p.a.scale = reinterpret_cast<const uint8_t*>(scale.data());
+  c.p.a.format.column_major = true, c.p.a.scale = scale.data();
   CHECK_EQ(c.run(), std::string());
   CHECK_EQ(doubles::layout_calls - before, 2);
   CHECK_EQ(std::memcmp(c.result.data, expected.data(), expected.size()), 0);

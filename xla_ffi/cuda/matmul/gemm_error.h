@@ -16,6 +16,7 @@ enum class MatmulRoute : int32_t {
   kTensor,    // FP8 tensor cores, the tensors' scales as one operand's; scales of lines: float32 sums, then line_scales.h
   kLines,     // FP8 tensor cores with a float32 scale for each line of both operands
   kInt8,      // INT8 tensor cores: exact int32 sums, then line_scales.h
+  kNibbles,   // INT8 tensor cores, b's 4-bit codes unpacked in registers: exact sums of groups (int8_by_nibbles.h)
   kBlock128,  // FP8 tensor cores with float32 scales of 128 elements and 128x128
   kRebased,   // the same with scales of 128 elements, which E8M0 scales of 32 become, and E2M1 codes FP8 codes (rebase.h)
   kMX,        // FP8 tensor cores with E8M0 scales of 32

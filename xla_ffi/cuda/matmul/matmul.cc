@@ -4,6 +4,7 @@
 #include "../errors.h"
 #include "../weight_only/matmul_decode.h"
 #include "cublaslt.h"
+#include "int8_by_nibbles.h"
 #include "layouts.h"
 #include "line_scales.h"
 #include "matmul_plan.h"
@@ -100,7 +101,6 @@ struct Entry {
   }
 };
 
-/// Few rows of a: cuBLASLt has no part in it.
 std::string multiply_small(const Entry& e, cudaStream_t stream) {
   MatmulDecodeProblem small{};
   small.x = e.p.a;
@@ -109,6 +109,16 @@ std::string multiply_small(const Entry& e, cudaStream_t stream) {
   small.result = e.p.result, small.type = e.p.type, small.workspace = e.workspace;
   if (matmul_decode_workspace_bytes(small) > e.plan.workspace_bytes()) return "its workspace is too small";
   const cudaError_t status = launch(small, stream);
+  return status == cudaSuccess ? "" : reason(status);
+}
+
+std::string multiply_nibbles(const Entry& e, cudaStream_t stream) {
+  const MatmulProblem& p = e.p;
+  if (!p.b.format.column_major) return "the scales of its weight do not lie group by group";
+  const cudaError_t status =
+      launch(Int8ByNibblesProblem{p.a.data, reinterpret_cast<const float*>(p.a.scale), p.b.format, p.b.data, p.b.scale,
+                                  p.rows, p.columns, p.a.columns, p.accumulate, p.result, p.type},
+             stream);
   return status == cudaSuccess ? "" : reason(status);
 }
 
@@ -206,6 +216,7 @@ std::string prepare_matmul() {
 std::string launch(const MatmulProblem& problem, const MatmulResources& resources, cudaStream_t stream) {
   return for_each_entry(problem, resources, [&](const Entry& e) {
     if (e.plan.route == MatmulRoute::kSmall) return multiply_small(e, stream);
+    if (e.plan.route == MatmulRoute::kNibbles) return multiply_nibbles(e, stream);
     return multiply(e, [&](MatmulRoute route) { return multiply_by(route, e, stream); });
   });
 }
@@ -215,7 +226,7 @@ std::string time_matmul(const MatmulProblem& problem, const MatmulResources& res
   Scratch scratch(allocate, stream);
   const auto move = [&](Gemm& gemm) { return scratch.move(gemm); };
   return for_each_entry(problem, resources, [&](const Entry& e) {
-    if (e.plan.route == MatmulRoute::kSmall) return std::string();
+    if (has_own_kernel(e.plan.route)) return std::string();
     return multiply(e, [&](MatmulRoute route) { return time_algorithms(e.gemm(route), e.device, move, stream); });
   });
 }

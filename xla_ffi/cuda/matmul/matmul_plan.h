@@ -22,6 +22,7 @@ inline const char* route_name(MatmulRoute route) {
     case MatmulRoute::kTensor: return "FP8 tensor cores";
     case MatmulRoute::kLines: return "FP8 tensor cores, scales of lines";
     case MatmulRoute::kInt8: return "INT8 tensor cores, exact sums";
+    case MatmulRoute::kNibbles: return "INT8 tensor cores, 4-bit codes unpacked in registers, exact sums of groups";
     case MatmulRoute::kBlock128: return "FP8 tensor cores, scales of 128";
     case MatmulRoute::kRebased: return "4-bit codes re-based to FP8 with scales of 128, FP8 tensor cores";
     case MatmulRoute::kMX: return "FP8 tensor cores, scales of 32";
@@ -89,10 +90,7 @@ inline MatmulRoute matmul_route(const MatmulProblem& p, int capability, std::str
     case Scaling::kTensor: return capability >= 89 && fast ? MatmulRoute::kTensor : MatmulRoute::kDecoded;
     case Scaling::kFloat16: problem = "Int4 is a format of weights"; return MatmulRoute::kNone;
     case Scaling::kRows:
-      if (b.scaling != Scaling::kRows) {
-        problem = "4-bit weights by 8-bit integers have no CUDA kernel yet";
-        return MatmulRoute::kNone;
-      }
+      if (b.scaling != Scaling::kRows) return MatmulRoute::kNibbles;
       if (a.code == CodeType::kInt8) return MatmulRoute::kInt8;
       if (!fast || capability < 89) return MatmulRoute::kDecoded;
       return capability == 90 ? MatmulRoute::kLines : MatmulRoute::kTensor;  // cuBLASLt has scales of lines on 9.0 alone
@@ -115,6 +113,9 @@ inline MatmulRoute matmul_route(const MatmulProblem& p, int capability, std::str
     problem = blocks + " have tensor cores only on compute capability 9.0, and no exact bfloat16: " + remedy;
   return MatmulRoute::kNone;
 }
+
+/// Whether cuBLASLt has no part in a route.
+inline bool has_own_kernel(MatmulRoute route) { return route == MatmulRoute::kSmall || route == MatmulRoute::kNibbles; }
 
 /// Whether the scales of lines are applied to the GEMM's sums.
 inline bool scales_sums(const MatmulProblem& p, MatmulRoute route) {
@@ -163,7 +164,7 @@ inline MatmulPlan plan_matmul(const MatmulProblem& p, int capability) {
     return plan;
   }
   plan.route = matmul_route(p, capability, plan.problem);
-  if (plan.route == MatmulRoute::kNone) return plan;
+  if (plan.route == MatmulRoute::kNone || plan.route == MatmulRoute::kNibbles) return plan;
   const int64_t decoded_row = 2 * decoded_width(p.depth());
   if (plan.route == MatmulRoute::kSmall) {
     plan.a_bytes = round_up(p.rows * decoded_row, MatmulPlan::kAlignment), plan.b_bytes = kSmallSums;
