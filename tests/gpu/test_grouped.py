@@ -21,6 +21,8 @@ FORMATS = (
     jlp.Float8Block(),
     jlp.Float8Block("e5m2", power_of_two=False),
     jlp.Float8Tensor(),
+    jlp.Int8Rows(),
+    jlp.Float8Rows("e5m2"),
 )
 CASES = (  # sizes of groups, rows, columns
     ([5, 0, 37, 1, 16], 59, 48),
@@ -112,7 +114,7 @@ def test_a_layer_and_its_gradients_are_near_the_cpus(cpu, gpu, recipe):
 
 @pytest.mark.parametrize("recipe", [jlp.Int8RowScaling(), jlp.Float8RowScaling()], ids=lambda r: type(r).__name__)
 def test_eight_bits_by_rows_are_the_cpus(cpu, gpu, recipe):
-    """XLA computes them on GPUs: bytes where rows are quantised, and in products of integers, which are exact."""
+    """Bytes where rows are quantised, and in products of integers, which are exact."""
     sizes, rows, _ = CASES[1]
     x, w = random_array((rows, 128), "bfloat16", 0), random_array((len(sizes), 128, 96), "float32", 1)
     dy, sizes = random_array((rows, 96), "bfloat16", 2), np.array(sizes, np.int32)

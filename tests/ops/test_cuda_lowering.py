@@ -58,24 +58,29 @@ class TestEveryOp:
             assert attribute in quantise.attributes and attribute in dequantise.attributes
 
     @pytest.mark.parametrize("recipe", [jlp.Int8RowScaling(), jlp.Float8RowScaling()], ids=lambda r: type(r).__name__)
-    def test_rows_in_groups_are_quantised_by_xla(self, recipe):
-        """Only weights have scales of lines from the kernels; products are a chunk of each group's rows at a time."""
+    def test_rows_in_groups(self, recipe):
+        """Rows are quantised where they are, columns in slots of 128 rows, by the amaxes of all of a group's slots."""
         x, w, sizes = jnp.ones((32, 64), jnp.bfloat16), jnp.ones((2, 64, 48)), jnp.array([20, 5], jnp.int32)
 
         def step(x, w):
             return jax.grad(lambda x, w: jlp.grouped_matmul(x, w, sizes, recipe=recipe).sum(), (0, 1))(x, w)
 
-        def demanded(x):
+        def quantised(rowwise, columnwise):
             fmt = recipe.roles().operands("wgrad")[0].format
-            return quantize_groups(x, sizes, fmt, rowwise=True, columnwise=True, implementation="ffi")
+            options = {"rowwise": rowwise, "columnwise": columnwise, "implementation": "ffi"}
+            calls = custom_calls(lambda x: quantize_groups(x, sizes, fmt, **options), x)
+            return [call.target.removeprefix("jaxlowprec_") for call in calls], [call.operands for call in calls]
 
         with claiming_cuda(9.0):
             calls = [call for call in custom_calls(step, x, w) if call.target != "jaxlowprec_amax"]  # for random bits
-            assert {call.target for call in calls} == {"jaxlowprec_quantize", "jaxlowprec_scaled_matmul"}
-            quantised = [call.operands[0] for call in calls if call.target == "jaxlowprec_quantize"]
-            assert quantised == ["2x64x48xbf16"] * len(quantised)
-            with pytest.raises(NotImplementedError, match="scales of rows in groups: there is no kernel yet"):
-                custom_calls(demanded, x)
+            assert {call.target for call in calls} == {
+                f"jaxlowprec_{of}" for of in ("line_amaxes", "quantize", "scaled_matmul")
+            }
+            assert quantised(True, False) == (["quantize"], [["32x64xbf16"]])
+            amaxes, in_slots = ["2x128xf32", "2x64xf32"], "2x128x64xbf16"
+            both = [[in_slots], [in_slots, *amaxes]]
+            assert quantised(True, True) == (["line_amaxes", "quantize"], both)
+            assert quantised(False, True) == (["line_amaxes", "quantize"], [[in_slots], [in_slots, amaxes[1]]])
 
     def test_hadamard(self):
         with claiming_cuda():

@@ -4,8 +4,10 @@ NVIDIA GPUs quantise rows by the kernels that quantise a matrix in tiles of 128 
 
     rows --gather--> [S, 128, C], a matrix per slot --kernel--> results per slot --gather--> the layout of `reference`
 
-A slot has the amax, the key and the indices of its group. The copy of x, up to 128 * E rows larger than x, lives until
-the kernel has run; so do the kernel's results. Group sizes stay on the device. There are no batch axes.
+A slot has the amax, the key and the indices of its group. Where columns have scales, the amaxes of a group are the
+largest of its slots'. The copy of x, up to 128 * E rows larger than x, lives until the kernel has run; so do the
+kernel's results. Rows with scales of their own, to nearest, are quantised where they are. Group sizes stay on the
+device. There are no batch axes.
 """
 
 from __future__ import annotations
@@ -141,8 +143,6 @@ def grouped_quantize_op(spec: GroupedQuantizeSpec, implementation: Implementatio
     fmt, chosen = spec.format, choose("grouped_matmul", implementation)
     if fmt.without_kernel:
         chosen = without_kernels(chosen, fmt.without_kernel, "cpu", "cuda")
-    elif spec.by_lines:
-        chosen = without_kernels(chosen, "scales of rows in groups", "cuda")
 
     def outputs(x: jax.Array, sizes: jax.Array, *_: jax.Array) -> wiring.Shapes:
         *batch, rows, columns = x.shape
@@ -299,23 +299,51 @@ def amax(plain: bool, hadamard: Hadamard | None, x: jax.Array, sizes: jax.Array)
 
 
 def quantize(spec: GroupedQuantizeSpec, x: jax.Array, sizes: jax.Array, *operands: jax.Array) -> list[jax.Array]:
-    """The op of `quantize_op.py`, on the operands that it documents."""
+    """The op of `grouped_quantize_op`, on the operands that it documents."""
     groups = Groups.of(sizes, x.shape[0])
     slots = Slots.of(groups, TILE)
-    of_slots = [amax[slots.group] for amax in operands[: spec.tensors]]
-    of_slots += _random(spec, slots, operands[spec.tensors :])
-    directions = spec.rowwise, spec.columnwise
+    tensors, random = operands[: spec.tensors], operands[spec.tensors :]
     options = {"encode_scale_given": spec.encode_scale_given, "ragged_rows": False, "ragged_columns": False}
+    directions = spec.rowwise, spec.columnwise
     matrices = quantize_op.QuantizeSpec(
         spec.format, *directions, spec.hadamard, spec.stochastic, **options, eden=spec.eden
     )
-    found = quantize_op.native_call(matrices, slots.take(x, TILE), *of_slots, vmap_method="expand_dims")
+    amaxes_given = spec.amaxes_given or (spec.by_lines and spec.columnwise)
+    matrices = dataclasses.replace(matrices, amaxes_given=amaxes_given)
+    if spec.by_lines and not (spec.columnwise or spec.stochastic):
+        there = (groups.of_rows() < sizes.shape[0])[:, None]
+        found = quantize_op.native_call(matrices, x, *tensors, vmap_method="expand_dims")
+        return [where_else_zero(there, a) for a in found]
+    taken, of_columns = slots.take(x, TILE), None
+    if spec.by_lines:
+        of_slots, of_columns = _amaxes_in_slots(spec, slots, taken, tensors, sizes.shape[0])
+    else:
+        of_slots = [amax[slots.group] for amax in tensors]
+    of_slots += _random(spec, slots, random)
+    found = quantize_op.native_call(matrices, taken, *of_slots, vmap_method="expand_dims")
+    if of_columns is not None:  # those of empty groups, too
+        found = [*found[:-1], lines.stored_scales(of_columns, spec.format)]
     results: list[jax.Array] = []
     for i in range(spec.directions):
         lay_out = _rows if i == 0 and spec.rowwise else _columns
         data, scale = found[2 * i : 2 * i + 2]
         results += lay_out(groups, spec.format, data, scale)
     return results
+
+
+def _amaxes_in_slots(
+    spec: GroupedQuantizeSpec, slots: Slots, taken: jax.Array, given: Sequence[jax.Array], groups: int
+) -> tuple[list[jax.Array], jax.Array | None]:
+    """The amaxes of lines that the kernel is given, by slots, and those of each group's columns [E, C], or None.
+
+    `taken`: x in slots; `given`: the amaxes of rows [T], or nothing.
+    """
+    rows = [slots.take(amax[:, None], TILE)[..., 0] for amax in given]
+    if not spec.columnwise:
+        return rows, None
+    found = quantize_op.native_amaxes_of_lines(taken, spec.rowwise and not rows, True, "expand_dims")
+    of_columns = largest_of(found[-1], slots.group, groups)
+    return [*rows, *found[:-1], of_columns[slots.group]], of_columns
 
 
 def _random(spec: GroupedQuantizeSpec, slots: Slots, random: tuple[jax.Array, ...]) -> list[jax.Array]:
@@ -357,7 +385,7 @@ def _rows(groups: Groups, fmt: Format, data: jax.Array, scale: jax.Array) -> lis
 
 
 def _columns(groups: Groups, fmt: Format, data: jax.Array, scale: jax.Array) -> list[jax.Array]:
-    """Codes [S, C, bytes] and scales, of columns -> as `reference.quantize_columnwise`."""
+    """Codes [S, C, bytes] and scales, of columns -> as `reference.quantize_columnwise`; of lines, they are so."""
     blocks = Slots.of(groups, max(fmt.length, BLOCK))
     used, in_slot = blocks.valid > 0, TILE // max(fmt.length, BLOCK)
     slot = jnp.minimum(groups.first_slots(TILE)[blocks.group] + blocks.within // in_slot, data.shape[0] - 1)
@@ -374,7 +402,7 @@ def _columns(groups: Groups, fmt: Format, data: jax.Array, scale: jax.Array) -> 
         codes = where_else_zero(there[:, None], data[slot_of_row, :, row]).T
     if fmt.scaling == "tensor":
         return [codes, _tensor_scales(groups, scale)]
-    return [codes, of_blocks(scale)[..., 0]]
+    return [codes, scale if fmt.scaling == "rows" else of_blocks(scale)[..., 0]]
 
 
 def _tensor_scales(groups: Groups, scale: jax.Array) -> jax.Array:

@@ -248,21 +248,21 @@ def native_call(
     `column_major`: scales are written in that order. `vmap_method`: of `jax.ffi.ffi_call`.
     """
     if spec.by_lines and spec.columnwise and not spec.amaxes_given:  # all rows come before the first code
+        operands = (*native_amaxes_of_lines(x, spec.rowwise, True, vmap_method), *operands)
         spec = dataclasses.replace(spec, amaxes_given=True)
-        operands = (*_native_amaxes_of_lines(spec, x, vmap_method), *operands)
     results = [jax.ShapeDtypeStruct(*result) for result in shapes(dataclasses.replace(spec, rows_split=False), x)]
     layouts = scale_order.layouts(results, column_major)
     call = jax.ffi.ffi_call("jaxlowprec_quantize", results, output_layouts=layouts, vmap_method=vmap_method)
     return call(x, *operands, **spec.attributes(column_major), eden=spec.eden)
 
 
-def _native_amaxes_of_lines(spec: QuantizeSpec, x: jax.Array, vmap_method: str | None) -> Sequence[Any]:
-    """The amaxes of rows [..., R] and of columns [..., C], as the spec wants them."""
+def native_amaxes_of_lines(x: jax.Array, rowwise: bool, columnwise: bool, vmap_method: str | None) -> Sequence[Any]:
+    """The amaxes of rows [..., R] and of columns [..., C], as they are wanted, by the kernel."""
     *batch, rows, columns = x.shape
-    shapes = [(*batch, rows)] * spec.rowwise + [(*batch, columns)] * spec.columnwise
+    shapes = [(*batch, rows)] * rowwise + [(*batch, columns)] * columnwise
     results = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
     call = jax.ffi.ffi_call("jaxlowprec_line_amaxes", results, vmap_method=vmap_method)
-    return call(x, rows=spec.rowwise, columns=spec.columnwise)
+    return call(x, rows=rowwise, columns=columnwise)
 
 
 def reference_call(spec: QuantizeSpec, x: jax.Array, *operands: jax.Array) -> list[jax.Array]:

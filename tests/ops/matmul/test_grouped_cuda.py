@@ -38,6 +38,7 @@ CASES = {  # more rows than a tile has, and groups that begin within one
     "odd tiles": ([200, 90], 300, 33),
     "fewer rows than groups": ([0, 2, 0, 0, 0, 1, 0, 0, 0, 1, 0], 5, 32),
 } | {name: case for name, case in SIZES.items() if case[1]}
+LINE_FORMATS = (jlp.Int8Rows(), jlp.Int8Rows("bfloat16", "compressed-tensors"), jlp.Float8Rows("e5m2"))
 by_format = pytest.mark.parametrize("fmt", FORMATS, ids=format_name)
 by_case = pytest.mark.parametrize("case", often(["tiles", "uneven"], CASES))
 OF_ONE_SHAPE = [name for name, case in CASES.items() if case[1:] == (140, 160)]
@@ -116,6 +117,27 @@ class TestQuantizing:
             found = tiled_quantize(spec)(x, sizes, *operands)
             assert_same_bytes(found, evaluated(grouped_quantize_op(spec, "ffi"))(x, sizes, *operands))
 
+    @pytest.mark.parametrize("fmt", LINE_FORMATS, ids=format_name)
+    @pytest.mark.parametrize(
+        ("case", "directions"),
+        often(
+            [("tiles", "both"), ("fewer rows than groups", "columnwise"), ("odd tiles", "rowwise")],
+            list(itertools.product(CASES, DIRECTIONS)),
+            2,
+        ),
+    )
+    def test_scales_of_lines(self, fmt, case, directions):
+        """Those of columns are by the amaxes of all of a group's tiles; rows may go on elsewhere."""
+        x, sizes = rows_of(case)
+        x = x.at[x.shape[0] // 2, 1].set(jnp.nan)
+        rowwise, columnwise = DIRECTIONS[directions]
+        for stochastic, given in itertools.product((False, True), {False, rowwise}):
+            spec = GroupedQuantizeSpec(fmt, rowwise, columnwise, None, stochastic, True, amaxes_given=given)
+            amaxes = [jnp.abs(x).max(1).astype(jnp.float32) * 3] * given
+            operands = [*amaxes, *operands_of(spec, x, sizes)]
+            expected = evaluated(grouped_quantize_op(spec, "ffi"))(x, sizes, *operands)
+            assert_same_bytes(tiled_quantize(spec)(x, sizes, *operands), expected)
+
     @by_case
     @pytest.mark.parametrize("directions", DIRECTIONS)
     def test_by_given_scales(self, case, directions):
@@ -127,17 +149,17 @@ class TestQuantizing:
         expected = evaluated(grouped_quantize_op(spec, "ffi"))(x, sizes, *scales)
         assert_same_bytes(tiled_quantize(spec)(x, sizes, *scales), expected)
 
-    @pytest.mark.parametrize("fmt", [jlp.NVFP4(), jlp.Float8Tensor()], ids=format_name)
+    @pytest.mark.parametrize("fmt", [jlp.NVFP4(), jlp.Float8Tensor(), jlp.Int8Rows()], ids=format_name)
     def test_batches_share_lines_of_features_and_nothing_else(self, fmt):
         x, sizes = random_array((2, 3, 150, 32)), jnp.asarray(np.random.default_rng(0).integers(0, 80, (2, 3, 4)))
         sizes = sizes.astype(jnp.int32)
         spec = GroupedQuantizeSpec(fmt, True, True, rotation_of(fmt), True, False)
-        tensors = [group_amaxes(x, sizes, True, None)[0]] * 2
+        tensors = [group_amaxes(x, sizes, True, None)[0]] * spec.tensors
         words = jnp.asarray(np.random.default_rng(1).integers(0, 2**32, (2, 3, 4, 2), dtype=np.uint32))
         ids = [jnp.arange(n, dtype=jnp.uint32) for n in (150, 2, 32, 10)]
-        found = jax.jit(
-            functools.partial(over_batches(functools.partial(quantize_op.quantize, spec)), shared=range(3, 7))
-        )(x, sizes, *tensors, words, *ids)
+        shared = range(spec.tensors + 1, spec.tensors + 5)
+        run = functools.partial(over_batches(functools.partial(quantize_op.quantize, spec)), shared=shared)
+        found = jax.jit(run)(x, sizes, *tensors, words, *ids)
         assert_same_bytes(found, evaluated(grouped_quantize_op(spec, "ffi"))(x, sizes, *tensors, words, *ids))
 
     @by_case
