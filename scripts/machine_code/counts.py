@@ -36,6 +36,7 @@ WHOLE_TILES = Part("tile", 32, ("LDGSTS", "BAR"), rf"LDGSTS|{MAXIMA}|{ENCODING}|
 WHOLE_NVFP4_TILES = Part("tile", 64, ("LDGSTS", "BAR"), f"LDGSTS|{ENCODING}|{STORES}")  # rare blocks have minima, too
 SIXTEENS = Part("rows", 32, (r"LDG\.E\.128", "MUFU"), rf"LDG\.E\.128|{MAXIMA}|MUFU|STG\.E\.(?:64|128)")
 DECODED = Part("codes", 64, (r"LDG\.E\.(?:64|128)", r"STG\.E\.128"), r"LDG\.E\.(?:64|128)|STG\.E\.128")
+PRODUCTS = Part("products", 64, ("IMMA", "LDGSTS"), "IMMA|LDGSTS|LDS")  # of the tensor cores: a warp's 128 k
 WEIGHTS = Part("weights", 256, ("HMMA", "LDGSTS"), "HMMA|LDGSTS|LDS")  # of a lane: four units
 
 # The kernels of 16-bit elements, which training quantises, and their loops from the inside to the outside.
@@ -50,6 +51,7 @@ COUNTED = (
     (r"decode_sixteens<.*>", (DECODED,)),
     (r"rebase_kernel", (DECODED,)),
     (r"weight_stream_kernel<., (true|false), 1, 4, 12>", (WEIGHTS,)),
+    (r"int8_by_nibbles_kernel<.*, NibbleTile<8, .*> ?>", (PRODUCTS,)),
     (r"int4_symmetric_rows<([01]), \1, .*>", (SIXTEENS,)),
 )
 

@@ -140,6 +140,10 @@ MOST_INSTRUCTIONS = {
     "quantize_nvfp4_tiles<true, true>": 43.5,
     "decode_sixteens<.*>": 6.8,
     "rebase_kernel": 5.1,
+    "int8_by_nibbles_kernel<.*, (128|256), NibbleTile<8, .*> ?>": 7.7,
+    "int8_by_nibbles_kernel<Int4Weight.*, 64, NibbleTile<8, .*> ?>": 9.6,
+    "int8_by_nibbles_kernel<Int4Weight.*, 32, NibbleTile<8, .*> ?>": 14.8,
+    "int8_by_nibbles_kernel<Mxfp4Weight, 32, NibbleTile<8, .*> ?>": 18.3,
     "weight_stream_kernel<0, (true|false), 1, 4, 12>": 3.8,
     "weight_stream_kernel<1, false, 1, 4, 12>": 3.1,
 }

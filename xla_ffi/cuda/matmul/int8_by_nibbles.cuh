@@ -187,14 +187,25 @@ JLP_DEVICE void end_group(const typename Weight::Scale* scales, bool there, Nibb
   }
 }
 
-template <class Weight, class Tile>
-JLP_DEVICE void start_group(NibbleSums<Tile>& sums) {
+/// 32 k of a warp's tiles. kStarts: of a group, the first.
+template <class Weight, bool kStarts, class Tile>
+JLP_DEVICE void multiply_step(const uint32_t (&codes)[Tile::kColumnTiles][2][kNibbleSteps], int step,
+                              const uint32_t (&right)[Tile::kRowTiles][2], NibbleSums<Tile>& sums) {
+  const int32_t zeros[4] = {Weight::kZero, Weight::kZero, Weight::kZero, Weight::kZero};
 #pragma unroll
-  for (int c = 0; c < Tile::kColumnTiles; ++c)
+  for (int c = 0; c < Tile::kColumnTiles; ++c) {
+    uint32_t even[2], odd[2];
+    Weight::unpack(codes[c][0][step], even), Weight::unpack(codes[c][1][step], odd);
+    const uint32_t left[4] = {even[0], odd[0], even[1], odd[1]};
 #pragma unroll
-    for (int r = 0; r < Tile::kRowTiles; ++r)
-#pragma unroll
-      for (int i = 0; i < 4; ++i) sums.group[c][r][i] = Weight::kZero;
+    for (int r = 0; r < Tile::kRowTiles; ++r) {
+      int32_t(&sum)[4] = sums.group[c][r];
+      if constexpr (kStarts)
+        mma_m16n8k32_s8(sum, left, right[r], zeros);
+      else
+        mma_m16n8k32_s8(sum, left, right[r], sum);
+    }
+  }
 }
 
 /// `chunks`: of all of K. Groups of 256 end with every second one, or the last.
@@ -220,31 +231,14 @@ JLP_DEVICE void multiply_stage(const NibbleStage<Weight, kGroup, Tile>& stage, u
       const uint2 v = reinterpret_cast<const uint2*>(&stage.a[row][a_piece(row, 2 * step + t / 2)])[t % 2];
       right[r][0] = v.x, right[r][1] = v.y;
     }
-    const bool starts = kStepsOfGroup <= kNibbleSteps && step % kStepsOfGroup == 0;
-    const int32_t zeros[4] = {Weight::kZero, Weight::kZero, Weight::kZero, Weight::kZero};
-#pragma unroll
-    for (int c = 0; c < Tile::kColumnTiles; ++c) {
-      uint32_t even[2], odd[2];
-      Weight::unpack(codes[c][0][step], even), Weight::unpack(codes[c][1][step], odd);
-      const uint32_t left[4] = {even[0], odd[0], even[1], odd[1]};
-#pragma unroll
-      for (int r = 0; r < Tile::kRowTiles; ++r) {
-        int32_t(&sum)[4] = sums.group[c][r];
-        if (starts)
-          mma_m16n8k32_s8(sum, left, right[r], zeros);
-        else
-          mma_m16n8k32_s8(sum, left, right[r], sum);
-      }
-    }
-    if (kStepsOfGroup <= kNibbleSteps && step % kStepsOfGroup == kStepsOfGroup - 1) {
+    const bool starts = step % kStepsOfGroup == 0 && (kStepsOfGroup <= kNibbleSteps || chunk % 2 == 0);
+    starts ? multiply_step<Weight, true>(codes, step, right, sums) : multiply_step<Weight, false>(codes, step, right, sums);
+    if (step % kStepsOfGroup == kStepsOfGroup - 1) {
       const int group = step / kStepsOfGroup;
       end_group<Weight>(stage.scale[group], kGroups == 1 || chunk * kGroups + group < groups, sums);
     }
   }
-  if (kStepsOfGroup > kNibbleSteps && (chunk % 2 == 1 || chunk + 1 == chunks)) {
-    end_group<Weight>(stage.scale[0], true, sums);
-    start_group<Weight>(sums);
-  }
+  if (kStepsOfGroup > kNibbleSteps && (chunk % 2 == 1 || chunk + 1 == chunks)) end_group<Weight>(stage.scale[0], true, sums);
 }
 
 // --- the result
@@ -306,7 +300,6 @@ static __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
 #pragma unroll
   for (int i = 0; i < Tile::kStages - 1; ++i) copy(i, i);
   NibbleSums<Tile> sums = {};
-  start_group<Weight>(sums);
   uint32_t stage = 0, free = Tile::kStages - 1;
 #pragma unroll 1
   for (uint32_t chunk = 0; chunk < chunks; ++chunk) {
