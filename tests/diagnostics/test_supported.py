@@ -184,6 +184,15 @@ class TestOnGpus:
             ok, why = jlp.supported(jlp.MXFP8BlockScaling(), platform="cuda")
         assert not ok and "the CUDA kernels need 8.0 or newer" in why and "JAXLOWPREC_DISABLE_NATIVE=1" in why
 
+    @pytest.mark.parametrize("weight", [jlp.Int4(), jlp.MXFP4((32, 32))], ids=str)
+    def test_integers_by_4_bits(self, weight):
+        """A kernel of the library's own: cuBLASLt has none."""
+        with claiming_cuda(8.0):
+            own = support.runs("scaled_matmul", "cuda", (jlp.Int8Rows(), weight))
+            integers = support.runs("scaled_matmul", "cuda", (jlp.Int8Rows(), jlp.Int8Rows()))
+        assert own.how == "native" and own.why.endswith("exact sums of groups")
+        assert integers.why == "INT8 tensor cores, exact sums, by cuBLASLt"
+
     def test_a_gpu_without_kernels_runs_what_is_portable(self, monkeypatch):
         library = dataclasses.replace(native.library(), platforms=("cpu",), missing={"cuda": "built without CUDA"})
         monkeypatch.setattr(native, "library", lambda: library)
