@@ -64,7 +64,7 @@ TEST(matmul_is_within_the_bound_of_double_precision) {
 
 TEST(matmul_keeps_a_poisoned_block_to_its_own_rows_and_columns) {
   std::mt19937 random(9);
-  const Shape shape = {70, 80, 300};
+  const Shape shape = {70, 80, 600};
   for (const auto& formats : supported_pairs()) {
     const Format &f = formats.first, &g = formats.second;
     if (f.scaling == Scaling::kTensor || f.scaling == Scaling::kTwoLevel) continue;

@@ -36,7 +36,8 @@ inline std::vector<Format> formats() {
   all.push_back(line_format(CodeType::kE4M3, ElementType::kF32));
   all.push_back(line_format(CodeType::kE5M2, ElementType::kBF16));
   for (const ElementType type : kTypes) all.push_back(line_format(CodeType::kInt8, type));
-  all.push_back(int4_format(128, ElementType::kBF16)), all.push_back(int4_format(32, ElementType::kF16));
+  for (const int block : {32, 128}) all.push_back(int4_format(block, ElementType::kF16));
+  for (const int block : {64, 256}) all.push_back(int4_format(block, ElementType::kBF16));
   return all;
 }
 

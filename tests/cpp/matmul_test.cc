@@ -22,7 +22,7 @@ TEST(matmul_supports_the_pairs_of_the_rules_and_no_others) {
   CHECK(supported(int8, int4) && supported(int8, mxfp4) && !supported(int4, int8) && !supported(mxfp4, int8));
   CHECK(!supported(lines, int4) && !supported(int8, nvfp4) && !supported(int8, int4_format(48, ElementType::kBF16)));
   CHECK(supported(int8, int8, kMostInt8Depth) && !supported(int8, int8, kMostInt8Depth + 1));
-  CHECK_EQ(supported_pairs().size(), size_t{4 + (36 - 4) + (16 - 4 - 3) + 4 + 3 + 3 + 9 + 12});
+  CHECK_EQ(supported_pairs().size(), size_t{4 + (36 - 4) + (16 - 4 - 3) + 4 + 3 + 3 + 9 + 18});
   Format floor = mxfp8;
   floor.scale_rule = ScaleRule::kFloor;  // how scales were chosen does not matter
   CHECK(supported(mxfp8, floor));

@@ -137,7 +137,9 @@ class TestFourBitWeights:
 
     @pytest.mark.parametrize("fmt", FORMATS, ids=str)
     @pytest.mark.parametrize(
-        "shape", [(1, 96, 64), (2, 40, 96), (33, 70, 256), (64, 128, 1024), (130, 257, 480)], ids=str
+        "shape",
+        [(1, 96, 64), (2, 40, 96), (33, 70, 256), (64, 128, 1024), (130, 257, 480), (48, 33, 2304)],
+        ids=str,
     )
     def test_bytes_are_those_of_exact_groups(self, shape, fmt, isa):
         m, n, k = shape

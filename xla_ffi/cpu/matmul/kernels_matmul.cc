@@ -5,10 +5,10 @@
 #endif
 #if !defined(JLP_ISA_AVX512_BF16)
 #include "matmul_int8.h"
+#include "matmul_int8_by_nibbles.h"
 #endif
 #if !defined(JLP_ISA_AVX512_BF16) && !defined(JLP_ISA_AVX512_AMX)
 #include "matmul_e2m1.h"
-#include "matmul_int8_by_nibbles.h"
 #endif
 
 namespace jaxlowprec {
@@ -17,15 +17,15 @@ namespace {
 
 template <class Visit>
 auto resolve([[maybe_unused]] const MatmulProblem& p, Visit visit) {
-#if defined(JLP_ISA_AVX512_AMX)
-  return visit(MatmulInt8{});
+#if defined(JLP_ISA_AVX512_BF16)
+  return visit(MatmulFloat8{});
 #else
-#if !defined(JLP_ISA_AVX512_BF16)
+#if !defined(JLP_ISA_AVX512_AMX)
   if (p.packed())
     return p.a.format.scaling == Scaling::kTwoLevel ? visit(MatmulE2M1<Nvfp4Scales>{}) : visit(MatmulE2M1<Mxfp4Scales>{});
-  if (p.a.format.code == CodeType::kInt8) return p.b.format.packed() ? visit(MatmulInt8ByNibbles{}) : visit(MatmulInt8{});
+  if (p.a.format.code != CodeType::kInt8) return visit(MatmulFloat8{});
 #endif
-  return visit(MatmulFloat8{});
+  return p.b.format.packed() ? visit(MatmulInt8ByNibbles{}) : visit(MatmulInt8{});
 #endif
 }
 

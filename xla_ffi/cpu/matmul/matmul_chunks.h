@@ -55,6 +55,14 @@ class MatmulChunks {
   int64_t rows_, columns_, row_step_, column_step_, row_ranges_, column_ranges_;
 };
 
+/// The prefetch hint for codes that are read once. Intel's processors, which have AMX, take those into the first cache only,
+/// which a panel's codes overflow: there they are wanted in the second.
+#if defined(JLP_ISA_AVX512_AMX)
+constexpr int kLocalityOfCodes = 2;
+#else
+constexpr int kLocalityOfCodes = 0;
+#endif
+
 /// Rows of codes that are unpacked next, brought near a few lines at a time while others are multiplied: rows that lie apart
 /// the processor does not see coming, and all at once are more than it has in flight.
 template <int kLines>  // that are asked for together
@@ -75,7 +83,7 @@ class Ahead {
   __attribute__((always_inline)) void fetch() {
     for (int64_t i = 0; i < pieces_ && rows_ > 0; ++i) {
       JLP_UNROLL(8)
-      for (int line = 0; line < kLines; ++line) __builtin_prefetch(data_ + at_ + 64 * line, 0, 0);  // they are read once
+      for (int line = 0; line < kLines; ++line) __builtin_prefetch(data_ + at_ + 64 * line, 0, kLocalityOfCodes);
       if ((at_ += 64 * kLines) < bytes_) continue;
       if (scales_) __builtin_prefetch(scales_, 0, 3), scales_ += scale_stride_;
       data_ += stride_, at_ = 0, --rows_;

@@ -107,6 +107,7 @@ struct Int8Codes {
 
   /// Up to 32 rows from `row` on, rounded up to 16, by kVectors vectors of the panel from `at` on, which lies at `vector` in
   /// y.
+  template <class>
   __attribute__((noinline)) static void multiply_tile(const Part& part, int64_t row, int64_t count, int64_t vector,
                                                       int64_t at, int64_t depth, Ahead<kLinesAhead>& next) {
     constexpr int64_t kRowBytes = Part::kRowUnits * 4, kVector = Part::kUnits * kLanes;
@@ -114,9 +115,9 @@ struct Int8Codes {
     const int64_t sums_next = part.rows_held * kLanes;
     int32_t* sums = part.y + (vector + at) * sums_next + row * kLanes;
     if (count > kTileHeight)
-      multiply_tiles<true>(a, kRowBytes, b, kVector, sums, sums_next, depth, next);
+      multiply_tiles<true, true>(a, kRowBytes, b, kVector, sums, sums_next, depth, kTileDepth, next);
     else
-      multiply_tiles<false>(a, kRowBytes, b, kVector, sums, sums_next, depth, next);
+      multiply_tiles<false, true>(a, kRowBytes, b, kVector, sums, sums_next, depth, kTileDepth, next);
   }
 
 #else

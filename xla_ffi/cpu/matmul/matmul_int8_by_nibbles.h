@@ -4,10 +4,15 @@
 // A unit is a quad of codes, as in matmul_int8.h; those of E2M1 are twice their value. The unsigned side of byte dot
 // products is, with AVX-512, b, stored `kOffset` too large, and with AVX2 a, stored 128 too large: there b's codes are so
 // small that the products of several quads are added in 16 bits. What that adds is in the number that a group's sum starts
-// from.
+// from. AMX multiplies signed bytes, and its tiles hold no floats: the sums of groups go through memory to vectors, which
+// scale them. A group of 32 is half a tile deep.
 #pragma once
 
+#include "../../numerics/float8.h"
 #include "matmul_steps.h"
+#if defined(JLP_ISA_AVX512_AMX)
+#include "amx_tiles.h"
+#endif
 
 namespace jaxlowprec {
 namespace JLP_ISA {
@@ -15,6 +20,10 @@ namespace JLP_ISA {
 struct Int8ByNibbles {
   using Sum = float;
   using Part = MatmulPart<Int8ByNibbles>;
+#if defined(JLP_ISA_AVX512_AMX)
+  static constexpr int kRows = 32, kMostRows = 512, kLeastRows = 64, kStep = 1024, kRowsTogether = kTileHeight;
+  static constexpr int kAfterRow = 16, kLinesAhead = 2, kFetchesOfTile = kStep / kTileDepth;  // as matmul_int8.h has them
+#else
 #if defined(JLP_ISA_AVX512)
   static constexpr int kRows = 12, kMostRows = 516, kLeastRows = 96, kStep = 512;
 #elif defined(JLP_ISA_AVX2)
@@ -22,10 +31,12 @@ struct Int8ByNibbles {
 #else
   static constexpr int kRows = 4, kMostRows = 256, kLeastRows = 32, kStep = 256;
 #endif
-  static constexpr int kPanel = 8, kRowsTogether = 1, kAfterRow = 0, kLinesAhead = kStep / 128, kFetchesOfTile = 1;
+  static constexpr int kRowsTogether = 1, kAfterRow = 0, kLinesAhead = kStep / 128, kFetchesOfTile = 1;
+#endif
+  static constexpr int kPanel = 8;
   static constexpr int kGroup = kLeastNibbleGroup, kMaxBlocks = 2 * kStep / kGroup;  // scales and, after them, starts
   static constexpr int kStarts = kMaxBlocks / 2;
-  static constexpr bool kTileOfRows = false;
+  static constexpr bool kTileOfRows = kRowsTogether > 1;
   static_assert(kStep % kMostNibbleGroup == 0, "groups lie in one step");
 
   /// The numbers of codes 0 to 15; a group's sum is kFactor of that of products with them; and how many quads' products AVX2
@@ -66,10 +77,12 @@ struct Int8ByNibbles {
 
   using Unit = uint32_t;
   static constexpr int kPerUnit = 4;
-#if defined(JLP_ISA_AVX512)
-  static constexpr bool kUnsignedPanel = true;
+#if defined(JLP_ISA_AVX512_AMX)
+  static constexpr bool kUnsignedPanel = false, kUnsignedRows = false;
+#elif defined(JLP_ISA_AVX512)
+  static constexpr bool kUnsignedPanel = true, kUnsignedRows = false;
 #else
-  static constexpr bool kUnsignedPanel = false;
+  static constexpr bool kUnsignedPanel = false, kUnsignedRows = true;
 #endif
 
   // --- unpacking: of 8 codes the even ones, then the odd ones, as the nibbles of 4 bytes have them
@@ -88,8 +101,9 @@ struct Int8ByNibbles {
         const __m256i codes = _mm256_shuffle_epi8(load<__m256i>(out + at), order);
         const __m256i above = _mm256_xor_si256(codes, _mm256_set1_epi8(-128));
         sums = _mm256_add_epi64(sums, _mm256_sad_epu8(above, _mm256_setzero_si256()));
-        store(out + at, kUnsignedPanel ? codes : above);
+        store(out + at, kUnsignedRows ? above : codes);
       }
+      if (!kUnsignedPanel) continue;
       int64_t parts[4];
       memcpy(parts, &sums, sizeof parts);
       const int32_t sum = static_cast<int32_t>(parts[0] + parts[1] + parts[2] + parts[3] - 128 * group);
@@ -107,7 +121,7 @@ struct Int8ByNibbles {
     float* scales = part.panel_scale + v * kMaxBlocks * kLanes;
     load_scales(part.p, part.batch, part.range.first_column + column, rows, k / format.block, groups, scales);
     with_sums(part.p, [&](auto sums) { load_codes<decltype(sums)>(data, stride, rows, groups * format.block / 2, out); });
-    if (kUnsignedPanel) return;
+    if (!kUnsignedRows) return;
     for (int64_t g = 0; g < groups; ++g) {
       U32 sum = U32{};
       for (int64_t q = 0; q < format.block / 4; ++q, out += kLanes) sum += sum_quads(load<U32>(out));
@@ -157,6 +171,60 @@ struct Int8ByNibbles {
 #if defined(JLP_ISA_AVX512)
 
   JLP_RULE U32 sum_quads(U32) { return U32{}; }  // the panel has no starts
+
+#endif
+#if defined(JLP_ISA_AVX512_AMX)
+
+  static constexpr int kGroupsTogether = 4;  // whose sums meet y at once: each alone would read and write it
+
+  /// Up to 32 rows from `row` on, rounded up to 16, by kVectors vectors of the panel from `at` on, which lies at `vector` in
+  /// y. Sums of groups go from tiles through memory to vectors.
+  template <class Sums>
+  __attribute__((noinline)) static void multiply_tile(const Part& part, int64_t row, int64_t count, int64_t vector,
+                                                      int64_t at, int64_t depth, Ahead<kLinesAhead>& next) {
+    constexpr int64_t kRowBytes = Part::kRowUnits * 4, kVector = Part::kUnits * kLanes, kSums = kRows * kLanes;
+    const int64_t group = part.p.b.format.block, groups = part.p.b.format.blocks(depth);
+    const int64_t step = tile_depth(part.p.b.format);
+    alignas(64) int32_t sums[kGroupsTogether][kVectors * kSums];
+    for (int64_t g = 0; g < groups; g += kGroupsTogether) {
+      const int64_t together = std::min<int64_t>(kGroupsTogether, groups - g);
+      const Unit* a = part.rows + row * Part::kRowUnits + g * group / 4;
+      const Unit* b = part.panel + at * kVector + g * group / 4 * kLanes;
+      for (int64_t i = 0; i < together; ++i, a += group / 4, b += group / 4 * kLanes) {
+        if (count > kTileHeight)
+          multiply_tiles<true, false>(a, kRowBytes, b, kVector, sums[i], kSums, group, step, next);
+        else
+          multiply_tiles<false, false>(a, kRowBytes, b, kVector, sums[i], kSums, group, step, next);
+      }
+      for (int64_t v = 0; v < kVectors; ++v)
+        with_count<kGroupsTogether>(together, [&](auto constant) {
+          add_groups<Sums, decltype(constant)::value>(sums[0] + v * kSums,
+                                                      part.panel_scale + ((at + v) * kMaxBlocks + g) * kLanes, count,
+                                                      part.y + ((vector + at + v) * part.rows_held + row) * kLanes);
+        });
+    }
+  }
+
+  /// The sums of kGroups groups, one after another, scaled and added to `rows` vectors of y.
+  template <class Sums, int kGroups>
+  JLP_RULE void add_groups(const int32_t* sums, const float* scales, int64_t rows, float* y) {
+    F32 scale[kGroups];
+    JLP_UNROLL(4)
+    for (int g = 0; g < kGroups; ++g) scale[g] = load<F32>(scales + g * kLanes);
+    for (int64_t r = 0; r < rows; ++r, sums += kLanes, y += kLanes) {
+      F32 total = load<F32>(y);
+      JLP_UNROLL(4)
+      for (int g = 0; g < kGroups; ++g) {
+        F32 sum = L::to_float(load<U32>(sums + g * kVectors * kRows * kLanes));
+        if (Sums::kFactor != 1) sum *= Sums::kFactor;
+        total = L::fused_multiply_add(sum, scale[g], total);
+      }
+      store(y, total);
+    }
+  }
+
+#else
+#if defined(JLP_ISA_AVX512)
 
   /// The sums of one group, added to its starts.
   template <class, int kCount, int kWidth>
@@ -243,6 +311,7 @@ struct Int8ByNibbles {
     }
   }
 
+#endif
 #else
 
   using Unit = float;

@@ -177,7 +177,7 @@ struct MatmulInSteps {
       for (int64_t row = 0; row < rows; row += tile) {
         const int64_t count = std::min(tile, rows - row);
         if constexpr (Kind::kTileOfRows) {
-          Kind::multiply_tile(part, row, count, vector, at, depth, next);
+          Kind::template multiply_tile<Sums>(part, row, count, vector, at, depth, next);
         } else {
           next.fetch();
           with_count<Kind::kRows>(count, [&](auto constant) {
