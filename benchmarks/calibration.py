@@ -50,11 +50,11 @@ def corpus() -> str:
     return "\n".join(path.read_text() for path in sorted((ROOT / "docs").rglob("*.md")))
 
 
-def trained(text: str, steps: int) -> Decoder:
+def trained(text: str, steps: int, seed: int = 0) -> Decoder:
     """A decoder that was trained on all but the last tenth of a text's bytes."""
     tokens = np.frombuffer(text.encode(), np.uint8).astype(np.int32)
     tokens = tokens[: -(len(tokens) // 10)]
-    decoder = Decoder(DecoderConfig.of(MODEL), rngs=nnx.Rngs(0))
+    decoder = Decoder(DecoderConfig.of(MODEL), rngs=nnx.Rngs(seed))
     graph, state = nnx.split(decoder)
     transformation = optax.adam(optax.cosine_decay_schedule(RATE, steps))
     moments = transformation.init(state)
@@ -65,7 +65,7 @@ def trained(text: str, steps: int) -> Decoder:
         updates, moments = transformation.update(gradients, moments)
         return optax.apply_updates(state, updates), moments, value
 
-    random = np.random.default_rng(0)
+    random = np.random.default_rng(seed)
     for number in range(steps):
         begins = random.integers(0, len(tokens) - CONTEXT - 1, BATCH)
         state, moments, value = step(state, moments, np.stack([tokens[b : b + CONTEXT + 1] for b in begins]))

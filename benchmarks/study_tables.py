@@ -40,6 +40,33 @@ def eight_bit_study() -> str:
     return _gaps(load("eight_bit_study"), "no block in bf16")
 
 
+def kv_formats() -> str:
+    """What the formats of caches cost."""
+    result = load("kv_formats")
+    medians = result["medians"]
+    first = next(iter(medians.values()))["k3"]
+    rows = [("a cache of", "k3", "by that of FP8 per token and head", "largest difference of a log-probability")]
+    for name, found in medians.items():
+        rows.append((name, f"{found['k3']:.1e}", f"{found['k3'] / first:.2f}", f"{found['largest']:.2f}"))
+    settings = result["settings"]
+    count = settings["held_out_rows"] * (settings["context"] - 1)
+    about = (
+        f"Medians of {settings['seeds']} models after {settings['steps']} steps; {count:,} log-probabilities of each."
+    )
+    return f"{markdown(rows)}\n\n{about} {where(result)}"
+
+
+def kv_speed() -> str:
+    """Steps of generation by cache."""
+    result = load("kv_speed")
+    rows = [("tokens in the cache", "cache", "speed by that of bfloat16", "target", "ms for a token")]
+    for case in result["cases"]:
+        ms = f"{1e3 * case['seconds'][case['cache']]:.1f}"
+        rows.append((str(case["tokens"]), f"`{case['cache']}`", f"{case['ratio']:.2f}x", f"{case['target']}x", ms))
+    about = f"TinyLlama's widths, {result['layers']} layers, INT4 kernels, one sequence."
+    return f"{markdown(rows)}\n\n{about} {where(result)}"
+
+
 def calibration() -> str:
     """Perplexities of one model after conversions."""
     result = load("calibration")

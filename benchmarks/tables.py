@@ -45,6 +45,7 @@ TABLES = {
             study_tables.policy_study,
             study_tables.saved_study,
             study_tables.eight_bit_study,
+            *(study_tables.kv_formats, study_tables.kv_speed),
             study_tables.calibration,
         ),
         *(mesh_tables.traffic, mesh_tables.projection, mesh_tables.mesh_overhead),

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import re
 
 import jax
 import jax.numpy as jnp

@@ -43,6 +43,7 @@ FLOORS = (
         "checkpoint_policies",
         "debug",
         "decoder",
+        "kv",
         "delayed_scaling",
         "layouts",
         "lora",
