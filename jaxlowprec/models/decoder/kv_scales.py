@@ -45,6 +45,8 @@ def scale_of(amax: Float[Array, "*A"], *, power_of_two: bool = True) -> Float[Ar
     Raises:
         ValueError: a magnitude is negative or not finite.
 
+    Source: numerics.md 18.
+
     >>> scale_of(np.float32([448, 449, 0])).tolist()
     [1.0, 2.0, 1.0]
     """

@@ -93,9 +93,11 @@ def part_unit(fmt: Format, rotation: Hadamard | None, rounding: str, columnwise:
 def check_length(who: str, x: jax.Array, fmt: Format, axis: int) -> None:
     """Raises ValueError if the quantised axis does not end with a whole block, unless the format pads."""
     if not fmt.pad and (length := x.shape[axis]) % fmt.length:
+        named, remedy = str(fmt), ""
+        if fmt.weight_only:
+            named, remedy = f"{type(fmt).__name__}(group_size={fmt.length})", ", or pad=True"
         raise ValueError(
-            f"{who}: x has {length} elements along axis {axis}; {fmt} needs a multiple of {fmt.length}"
-            f"{', or pad=True' if fmt.weight_only else ''}"
+            f"{who}: x has {length} elements along axis {axis}; {named} needs a multiple of {fmt.length}{remedy}"
         )
 
 
