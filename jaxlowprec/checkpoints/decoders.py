@@ -81,9 +81,10 @@ def load(folder: pathlib.Path, *, dtype: Any = jnp.float32, param_dtype: Any = j
         scales = cache_scales({name: source.spec(name).shape for name in source.shard_of})
     decoder = nnx.eval_shape(lambda: Decoder(config, dtype=dtype, param_dtype=param_dtype, rngs=nnx.Rngs(0)))
     nnx.update(decoder, checkpoints.load(folder, with_scales(decoder, scales), reading(mapping, scales)))
-    for _, scale in nnx.iter_graph(decoder):
-        if isinstance(scale, jlp.nnx.KVScale):
-            scale.set_value(jnp.atleast_1d(scale.get_value()))
+    for attention in (layer.self_attn for layer in decoder.layers):
+        for scale in (attention.k_scale, attention.v_scale):
+            if scale is not None:  # files also have [] and [key_heads, 1, 1]
+                scale.set_value(scale.get_value().reshape(-1))
     return decoder
 
 

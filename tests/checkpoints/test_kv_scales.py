@@ -76,6 +76,19 @@ def test_modelopt_names_them_in_projections(tmp_path, decoder):
     assert scales(decoders.load(tmp_path / "b")) == scales(decoder)
 
 
+def test_scales_of_heads_with_further_axes(tmp_path, decoder):
+    """compressed-tensors makes [key_heads, 1, 1]."""
+    jlp.kv.calibrate(decoder, TOKENS, per_head=True, power_of_two=False)
+    saved(tmp_path / "a", decoder)
+    with CheckpointFolder(tmp_path / "a") as source:
+        tensors = {name: source.read(name) for name in source.shard_of}
+    theirs = {name: t.reshape(-1, 1, 1) if name in NAMES else t for name, t in tensors.items()}
+    write_tensors(next((tmp_path / "a").glob("*.safetensors")), theirs)
+    loaded = decoders.load(tmp_path / "a")
+    assert scales(loaded) == scales(decoder)
+    jlp.decoder.Generator(loaded, 8, STATIC)([[1, 2]], 2)
+
+
 def test_a_source_sends_them_with_the_weights(decoder):
     mapping = decoders.mapping_of(decoder.config)
     with pytest.raises(ValueError, match=r"lacks model.layers.0.self_attn.k_scale; run jaxlowprec.kv.calibrate"):
