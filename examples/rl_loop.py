@@ -26,13 +26,11 @@ from rl import rollout
 from rl.engine import Rollout, RolloutLost, Stale
 from rl.grpo import Settings
 from rl.learning import Disagreement
-from rl.policies import POLICIES
+from rl.policies import CACHES, POLICIES
 from rl.policy import RECIPE, Config
 from rl.report import Progress, write
 from rl.task import Task
 from rl.training import Plan, Training
-
-from jaxlowprec.decoder import CACHES
 
 EXCESS = "xla_allow_excess_precision"
 NAME = pathlib.Path(sys.argv[0]).stem
@@ -54,7 +52,7 @@ def options_of_a_run(description: str | None = __doc__) -> argparse.ArgumentPars
     parser.add_argument("--learning-rate", type=float, default=2e-3)
     parser.add_argument("--kl", type=float, default=0.0, help="weight of the divergence from the initial policy")
     parser.add_argument("--policy", choices=POLICIES, default="small", help="small, or the library's decoder")
-    parser.add_argument("--cache", choices=CACHES, default="float32", help="dtype of the decoder's keys and values")
+    parser.add_argument("--cache", choices=CACHES, default="float32", help="what keys and values are kept as")
     parser.add_argument("--importance", choices=["none", "truncated", "masked"], default="none", help="token weights")
     parser.add_argument(
         "--importance-per", choices=["token", "sequence", "sequence_mean"], default="token", help="what has a ratio"

@@ -25,7 +25,7 @@ class Config:
         experts, top_k: experts in each block, and experts per token.
         length: tokens per sequence.
         kind: which policy has these sizes, see `policies.made`.
-        cache: the dtype in which the rollout of a decoder keeps keys and values.
+        cache: what the rollout of a decoder keeps keys and values as, one of `policies.CACHES`.
     """
 
     layers: int = 2

@@ -18,7 +18,7 @@ import numpy as np
 from jaxlowprec.decoder import Generator
 from jaxlowprec.weight_sync import Receiver, TcpReceiver
 from rl.channel import Channel, Ended
-from rl.policies import AnyPolicy
+from rl.policies import AnyPolicy, kept
 from rl.policy import Config, Policy, afresh, of_next, scores
 from rl.served import digests, served
 
@@ -86,7 +86,7 @@ class Writer:
         if isinstance(model, Policy):
             return
         if self._generator is None:
-            self._generator = Generator(model.decoder, model.config.length, model.config.cache, routing=True)
+            self._generator = Generator(model.decoder, model.config.length, kept(model.config), routing=True)
         self._generator.load(model.decoder)
 
     def write(self, prompts: np.ndarray, seed: int, version: int) -> dict[str, np.ndarray]:

@@ -15,7 +15,7 @@ from flax import nnx
 from rl import grpo
 from rl.engine import Engine
 from rl.learning import learn
-from rl.policies import made
+from rl.policies import calibrate, made
 from rl.policy import RECIPE, Config
 from rl.task import Task
 
@@ -83,8 +83,9 @@ class Training:
             Disagreement: log-probabilities differ; nothing was learned then. Errors of the engine.
         """
         settings, seed = self.plan.settings, self.plan.seed
-        sync_bytes, sync_seconds = engine.push(self.policy, version)
         prompts = np.repeat(self._task.prompts(settings.prompts, seed, version), settings.answers, axis=0)
+        calibrate(self.policy, prompts)
+        sync_bytes, sync_seconds = engine.push(self.policy, version)
         started = time.perf_counter()
         answers = engine.generate(prompts, seed, version)
         generated = time.perf_counter() - started

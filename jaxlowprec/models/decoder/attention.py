@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 import jaxlowprec as jlp
-from jaxlowprec.models.decoder.cache import LayerCache
+from jaxlowprec.models.decoder.cache import FROM_THE_START, LayerCache, TokenPlaces
 from jaxlowprec.models.decoder.config import DecoderConfig
 from jaxlowprec.models.decoder.configs.options import Latent
 from jaxlowprec.ops.kv_cache import KVCache
@@ -90,10 +90,7 @@ class Attention(nnx.Module):
         positions: jax.Array,
         tables: tuple[jax.Array, jax.Array],
         cache: LayerCache | None = None,
-        *,
-        starts: jax.Array | None = None,
-        span: int | None = None,
-        counts: jax.Array | None = None,
+        at: TokenPlaces = FROM_THE_START,
     ) -> tuple[jax.Array, LayerCache | None]:
         """Attends from each token to those before it.
 
@@ -103,8 +100,7 @@ class Attention(nnx.Module):
             tables: of the rotary embedding, see `Rope.tables`.
             cache: the keys and values of earlier tokens. These tokens' are added to it. None: these tokens are all;
                 their keys and values are read as the `kv_cache` of `autocast` keeps them.
-            starts: int32 [batch], the place of the first token; None: 0.
-            span, counts: see `LayerCache.extended`.
+            at: where the tokens stand in the cache.
 
         Returns:
             [batch, time, width], and the cache.
@@ -119,7 +115,7 @@ class Attention(nnx.Module):
             seen, places = LayerCache(k, v), None
         else:
             static = {} if cache.kept is None else self.static(cache.kept)
-            cache, seen, places = cache.extended(k, v, starts=starts, span=span, counts=counts, static=static)
+            cache, seen, places = cache.extended(k, v, at, static)
         sinks = None if self.sinks is None else self.sinks[...]
         seen = self._read(seen, x.dtype)
         y = attended(q, seen, positions, self.window, config=self.config, places=places, sinks=sinks)

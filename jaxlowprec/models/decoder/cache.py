@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,25 @@ KEPT_AS = {"bfloat16": "uint16", "float8_e4m3fn": "uint8", "float8_e5m2": "uint8
 and so copies all of it for each token; it updates integers in place."""
 UNROLLED = 8
 """The largest batch whose updates are compiled one by one."""
+
+
+class TokenPlaces(NamedTuple):
+    """Where the tokens of a pass stand in their sequences.
+
+    Attributes:
+        starts: int32 [batch], the place of each sequence's first token; None: 0.
+        span: no token is at this place or a later one; None: they may be anywhere.
+        counts: int32 [batch], how many of each sequence's tokens are more than padding, which is at its end; None: all.
+            Only a `RingCache` needs it.
+    """
+
+    starts: jax.Array | None = None
+    span: int | None = None
+    counts: jax.Array | None = None
+
+
+FROM_THE_START = TokenPlaces()
+"""Tokens that are the first of their sequences."""
 
 
 @jax.tree_util.register_dataclass
@@ -89,28 +108,20 @@ class LayerCache:
         return jax.tree.map(lambda array: array[:, :, :span], self)
 
     def extended(
-        self,
-        k: jax.Array,
-        v: jax.Array,
-        *,
-        starts: jax.Array | None,
-        span: int | None,
-        counts: jax.Array | None,
-        static: Mapping[str, jax.Array] | None = None,
+        self, k: jax.Array, v: jax.Array, at: TokenPlaces, static: Mapping[str, jax.Array] | None = None
     ) -> tuple[LayerCache, LayerCache, jax.Array | None]:
         """Adds tokens, and says what they may attend to.
 
         Arguments:
-            k, v, starts, static: see `written`.
-            span: no token is at this place or a later one; None: they may be anywhere.
-            counts: int32 [batch], how many of each sequence's tokens are more than padding; None: all.
+            k, v, static: see `written`.
+            at: where the tokens stand.
 
         Returns:
             The cache with the tokens; what they attend to; and of each of its rows the place, int32 [batch, rows], a
             negative one for a row without a token. None: row s is place s.
         """
-        cache = self.written(k, v, starts, static)  # padding is overwritten before it is seen
-        return cache, (cache if span is None else cache.first(span)).numbers.scaled(static), None
+        cache = self.written(k, v, at.starts, static)  # padding is overwritten before it is seen
+        return cache, (cache if at.span is None else cache.first(at.span)).numbers.scaled(static), None
 
     def scaled(self, static: Mapping[str, jax.Array] | None) -> LayerCache:
         """The cache with static scales, the same at all places, as those of its rows."""
@@ -130,24 +141,17 @@ class RingCache(LayerCache):
     """
 
     def extended(
-        self,
-        k: jax.Array,
-        v: jax.Array,
-        *,
-        starts: jax.Array | None,
-        span: int | None,
-        counts: jax.Array | None,
-        static: Mapping[str, jax.Array] | None = None,
+        self, k: jax.Array, v: jax.Array, at: TokenPlaces, static: Mapping[str, jax.Array] | None = None
     ) -> tuple[LayerCache, LayerCache, jax.Array | None]:
         """See `LayerCache`. Several tokens attend to the rows that were there, and to each other."""
         (batch, time), rows = k.shape[:2], self.keys.shape[2]
-        begin = jnp.zeros(batch, jnp.int32) if starts is None else starts
-        if time == 1 and counts is None:
+        begin = jnp.zeros(batch, jnp.int32) if at.starts is None else at.starts
+        if time == 1 and at.counts is None:
             ring = self.written(k, v, begin % rows, static)
             return ring, ring.numbers.scaled(static), latest(begin, rows)
         empty = jax.tree.map(lambda array: jnp.zeros((*array.shape[:2], time, *array.shape[3:]), array.dtype), self)
         new = empty.written(k, v, None, static)
-        places = latest(begin + (time if counts is None else counts) - 1, rows)
+        places = latest(begin + (time if at.counts is None else at.counts) - 1, rows)
         from_new = places - begin[:, None]
 
         def kept(old: jax.Array, fresh: jax.Array) -> jax.Array:
@@ -155,7 +159,7 @@ class RingCache(LayerCache):
             return jnp.where(index >= 0, jnp.take_along_axis(fresh, jnp.maximum(index, 0), axis=2), old)
 
         ring = jax.tree.map(kept, self, new)
-        if starts is None:
+        if at.starts is None:
             return ring, new.numbers.scaled(static), None
         seen = jax.tree.map(lambda old, fresh: jnp.concatenate([old, fresh], axis=2), self, new)
         fresh_places = begin[:, None] + jnp.arange(time, dtype=jnp.int32)

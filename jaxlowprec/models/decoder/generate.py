@@ -13,7 +13,7 @@ import numpy as np
 from flax import nnx
 
 from jaxlowprec.arguments import shown, whole_number
-from jaxlowprec.models.decoder.cache import Cache, RingCache
+from jaxlowprec.models.decoder.cache import Cache, RingCache, TokenPlaces
 from jaxlowprec.models.decoder.kv_scales import check_scales
 from jaxlowprec.models.decoder.model import Decoder, log_probabilities
 from jaxlowprec.models.decoder.pages import Plan, paged
@@ -328,7 +328,7 @@ def _prefill(merged, routing: bool, arrays, cache: Cache, tokens, lengths, last,
     starts = jnp.full_like(lengths, begin) if begin else None
     rings = any(isinstance(layer, RingCache) for layer in cache.layers)
     counts = jnp.clip(lengths - begin, 0, time) if rings else None
-    hidden, cache, said = decoder.hidden(tokens, cache, starts=starts, span=span, counts=counts)
+    hidden, cache, said = decoder.hidden(tokens, cache, TokenPlaces(starts, span, counts))
     place = (lengths - 1 - begin)[:, None]
     here = jnp.take_along_axis(hidden, jnp.clip(place, 0, time - 1)[..., None], axis=1)[:, 0]
     last = jnp.where((place >= 0) & (place < time), here, last.astype(here.dtype))
@@ -339,7 +339,7 @@ def _prefill(merged, routing: bool, arrays, cache: Cache, tokens, lengths, last,
 def _step(merged, routing: bool, arrays, cache: Cache, tokens, keys, temperature, *, greedy: bool, span: int):
     """The cache with the tokens [batch], the next tokens, their log-probabilities, and with `routing` the experts."""
     decoder = merged(arrays)
-    hidden, new, said = decoder.hidden(tokens[:, None], cache, starts=cache.lengths, span=span)
+    hidden, new, said = decoder.hidden(tokens[:, None], cache, TokenPlaces(cache.lengths, span))
     new = dataclasses.replace(new, lengths=cache.lengths + 1)
     chosen = _choose(decoder.logits(hidden[:, 0]), new.lengths, keys, temperature, greedy=greedy)
     return new, *chosen, *_experts(said, routing)

@@ -94,8 +94,7 @@ def calibrate(
     if not sum(batch.size for batch in batches):
         raise ValueError(f"{who}: tokens are empty; needs a text like those that the cache will hold")
     graph, state = nnx.split(decoder)
-    largest = jax.jit(functools.partial(_largest, graph))
-    amaxes = [largest(state, batch) for batch in batches if batch.size]
+    amaxes = [_largest(graph, state, batch) for batch in batches if batch.size]
     amaxes = jax.tree.map(lambda *each: np.max([np.asarray(one) for one in each], axis=0), *amaxes)
     found: dict[str, tuple[np.ndarray, np.ndarray]] = {}
     for layer, pair in zip(decoder.layers, amaxes, strict=True):
@@ -126,6 +125,7 @@ def _is_several(tokens: Any) -> bool:
     return isinstance(tokens, Iterable) and not hasattr(tokens, "ndim")
 
 
+@functools.partial(jax.jit, static_argnums=0)
 def _largest(graph: Any, state: Any, tokens: jax.Array) -> list[tuple[jax.Array, jax.Array]]:
     """The largest key and value of each layer's heads, float32 [key_heads]."""
     watched = _Watched("float32")

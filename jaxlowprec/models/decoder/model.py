@@ -11,7 +11,7 @@ from flax import nnx
 
 import jaxlowprec as jlp
 from jaxlowprec.models.decoder.attention import INIT, Attention, LatentAttention, Parts, capped
-from jaxlowprec.models.decoder.cache import Cache, LayerCache
+from jaxlowprec.models.decoder.cache import FROM_THE_START, Cache, LayerCache, TokenPlaces
 from jaxlowprec.models.decoder.config import DecoderConfig
 
 
@@ -33,13 +33,12 @@ class Layer(nnx.Module):
         positions: jax.Array,
         tables: Any,
         cache: LayerCache | None,
-        *,
+        at: TokenPlaces,
         tape: jax.Array | None = None,
-        **places: Any,
     ) -> tuple[jax.Array, LayerCache | None, jlp.moe.MoEAux | None]:
         """Activations [batch, time, width], the cache, and the experts' `MoEAux`; see `Attention` and `MoE`."""
         names = self.names
-        y, cache = self.self_attn(self._normed(names.attention, x), positions, tables, cache, **places)
+        y, cache = self.self_attn(self._normed(names.attention, x), positions, tables, cache, at)
         normed, x = getattr(self, names.mlp)(self._normed(names.after_attention, y), residual=x)
         y, aux = self.mlp(normed, tape) if isinstance(self.mlp, jlp.nnx.MoE) else (self.mlp(normed), None)
         return x + self._normed(names.after_mlp, y), cache, aux
@@ -105,10 +104,8 @@ class Decoder(nnx.Module):
         self,
         tokens: jax.Array,
         cache: Cache | None = None,
+        at: TokenPlaces = FROM_THE_START,
         *,
-        starts: jax.Array | None = None,
-        span: int | None = None,
-        counts: jax.Array | None = None,
         tape: jlp.moe.RoutingTape | None = None,
     ) -> tuple[jax.Array, Cache | None, list[jlp.moe.MoEAux]]:
         """The head's input [batch, time, width]; the cache with these tokens; the `MoEAux` of layers with experts.
@@ -116,10 +113,7 @@ class Decoder(nnx.Module):
         Arguments:
             tokens: int32 [batch, time].
             cache: of earlier tokens; its lengths stay as they are.
-            starts: int32 [batch], the place of each sequence's first token; None: 0.
-            span: see `Attention`.
-            counts: int32 [batch], how many of each sequence's tokens are more than padding, which is at its end; None:
-                all. Only a cache with a `RingCache` needs it.
+            at: where the tokens stand in their sequences.
             tape: [layers with experts, batch, time, k], the experts of each token, such as those that a rollout used;
                 None: they are chosen.
 
@@ -129,7 +123,7 @@ class Decoder(nnx.Module):
         if tape is not None and len(tape) != sum(self.config.sparse):
             raise ValueError(f"Decoder: {tape}; needs a layer for each of {sum(self.config.sparse)} with experts")
         time = jnp.arange(tokens.shape[1], dtype=jnp.int32)
-        positions = time + (jnp.zeros((tokens.shape[0], 1), jnp.int32) if starts is None else starts[:, None])
+        positions = time + (jnp.zeros((tokens.shape[0], 1), jnp.int32) if at.starts is None else at.starts[:, None])
         length = tokens.shape[1] if cache is None else cache.places
         tables = {rope: rope.tables(positions, self.config.turned, length) for rope in self.config.ropes}
         x = self.embedded(tokens)
@@ -138,7 +132,7 @@ class Decoder(nnx.Module):
         for i, layer in enumerate(self.layers):
             held, turns = None if cache is None else cache.layer(i), tables[self.config.rope_of(i)]
             replayed = tape[len(said)] if tape is not None and self.config.sparse[i] else None
-            x, new, aux = layer(x, positions, turns, held, tape=replayed, starts=starts, span=span, counts=counts)
+            x, new, aux = layer(x, positions, turns, held, at, replayed)
             caches += [] if new is None else [new.without_table]
             said += [] if aux is None else [aux]
         return self.norm(x), None if cache is None else dataclasses.replace(cache, layers=tuple(caches)), said

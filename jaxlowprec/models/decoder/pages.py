@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxlowprec.models.decoder.cache import Cache, LayerCache, put
+from jaxlowprec.models.decoder.cache import Cache, LayerCache, TokenPlaces, put
 
 
 @jax.tree_util.register_dataclass
@@ -38,21 +38,15 @@ class PagedCache(LayerCache):
         return dataclasses.replace(self, table=None)
 
     def extended(
-        self,
-        k: jax.Array,
-        v: jax.Array,
-        *,
-        starts: jax.Array | None,
-        span: int | None,
-        counts: jax.Array | None,
-        static: Mapping[str, jax.Array] | None = None,
+        self, k: jax.Array, v: jax.Array, at: TokenPlaces, static: Mapping[str, jax.Array] | None = None
     ) -> tuple[LayerCache, LayerCache, jax.Array | None]:
         """See `LayerCache`: for one token of each sequence."""
+        starts, span, _ = at
         assert self.table is not None and starts is not None and k.shape[1] == 1
         size = self.keys.shape[2]
-        at = jnp.take_along_axis(self.table, starts[:, None] // size, axis=1)[:, 0]
+        block = jnp.take_along_axis(self.table, starts[:, None] // size, axis=1)[:, 0]
         coded = self.coded(k, v, static).items()
-        new: Any = {name: put(getattr(self, name), rows, starts % size, at) for name, rows in coded}
+        new: Any = {name: put(getattr(self, name), rows, starts % size, block) for name, rows in coded}
         cache = dataclasses.replace(self, **new)
         table = self.table if span is None else self.table[:, : -(-span // size)]
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxlowprec.models.decoder.cache import Cache, LayerCache, RingCache, latest
+from jaxlowprec.models.decoder.cache import Cache, LayerCache, RingCache, TokenPlaces, latest
 from jaxlowprec.models.decoder.generate import Generator
 from jaxlowprec.ops.kv_cache import KVCache
 from tests.models.decoder import tiny
@@ -67,7 +67,7 @@ def test_prompts_in_parts_and_rings_beside_whole_layers(family, cache):
 
 @jax.jit
 def extended(cache, k, v, starts=None, counts=None):
-    return cache.extended(k, v, starts=starts, span=None, counts=counts)
+    return cache.extended(k, v, TokenPlaces(starts, None, counts))
 
 
 @pytest.mark.slow
