@@ -39,7 +39,7 @@ from jaxlowprec.recipes.transformer_engine import (
 )
 
 if TYPE_CHECKING:
-    from jaxlowprec import checkpoints, debug, decoder, kv, linen, lora, moe, nnx, rl, traffic, weight_sync
+    from jaxlowprec import checkpoints, debug, decoder, kv, linen, lora, moe, nnx, optim, rl, traffic, weight_sync
     from jaxlowprec.diagnostics.support import Supported, supported
     from jaxlowprec.layers.collectives import all_gather_quantized, all_to_all_quantized
     from jaxlowprec.layers.fused_mlp import mlp
@@ -139,6 +139,7 @@ __all__ = [
     "moe",
     "nnx",
     "ops",
+    "optim",
     "quantize",
     "quantize_both",
     "quantize_kernel",
@@ -160,7 +161,9 @@ __all__ = [
 ]
 
 
-_MODULES = {"checkpoints", "debug", "decoder", "kv", "linen", "lora", "moe", "nnx", "rl", "traffic", "weight_sync"}
+_MODULES = {
+    *("checkpoints", "debug", "decoder", "kv", "linen", "lora", "moe", "nnx", "optim", "rl", "traffic", "weight_sync"),
+}
 _FROM = {
     "OsciReset": "models.oscillation",
     "Policy": "models.find_policy",

@@ -32,7 +32,7 @@ FLOORS = (
     ("arrays", "wiring"),
     ("ops",),
     ("recipes", "telemetry"),
-    ("layers",),
+    ("layers", "optim"),
     ("moe",),
     ("linen", "nnx"),
     ("models", "diagnostics"),

@@ -1,0 +1,86 @@
+"""Random bits of optimizer states: 16 for each element, by its place in the whole array, the leaf and the step.
+
+numerics.md 19. A byte would be too few: with a decay of 0.999 a step moves a second moment by a hundredth of a code.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxlowprec.arguments import shown, whole_number
+from jaxlowprec.ops.quantize.random_bits import key_words, philox4x32, words_at
+from jaxlowprec.wiring.defining import varying_axes
+from jaxlowprec.wiring.sharding_rule import dimensions_of, sharding_of
+
+STREAM_OF_STATES, STREAM_OF_WEIGHTS = 15, 16
+_HALVES = 13  # tells a call for 8 half-words from one for 16 bytes
+_U32 = jnp.uint32
+
+
+def words_of(who: str, key: Any) -> jax.Array | np.ndarray:
+    """uint32 [2] of a JAX key, or of a whole number, which stands for (0, number).
+
+    Raises:
+        TypeError, ValueError: it is neither.
+    """
+    if key is None:
+        raise TypeError(f"{who}: key=None; needs an int, such as key=0, or a JAX key such as jax.random.key(0)")
+    if isinstance(key, jax.Array | np.ndarray) and (key.ndim or jnp.issubdtype(key.dtype, jax.dtypes.prng_key)):
+        return key_words(who, key, ())
+    try:
+        return np.array([0, whole_number(who, "key", key, 0, 2**32 - 1)], np.uint32)
+    except TypeError:
+        raise TypeError(f"{who}: key={shown(key)}; needs an int or a JAX key such as jax.random.key(0)") from None
+
+
+def words_of_leaf(words: jax.Array, step: jax.Array, path: str, stream: int) -> jax.Array:
+    """uint32 [2]: the words of one leaf in one step."""
+    return words_at(words, step, np.asarray(zlib.crc32(path.encode()), np.uint32), stream=stream)
+
+
+def sharding_by(x: jax.Array, unit: int) -> NamedSharding | None:
+    """The sharding of x's type, without the split of rows if that would cut units of so many elements."""
+    sharding = sharding_of(x)
+    if sharding is None:
+        return None
+    *lead, last = dimensions_of(x)
+    parts = math.prod(sharding.mesh.shape[axis] for axis in last)
+    is_whole = x.shape[-1] % (unit * parts) == 0
+    return sharding if is_whole else sharding.update(spec=PartitionSpec(*lead, None))
+
+
+def half_words(x: jax.Array, words: jax.Array) -> jax.Array:
+    """uint32 [..., C] below 2^16: a draw for each element of x [..., C], by row and eighth of the whole array.
+
+    Rows are counted over all leading axes by iota: a reshape would gather what a mesh has split.
+
+    Raises:
+        ValueError: x is the shard of an array, whose places in the whole are not known.
+    """
+    if axes := varying_axes(x):
+        raise ValueError(
+            f"jaxlowprec.optim: an array of shape {x.shape} differs along the mesh axes {sorted(axes)} of a shard_map; "
+            "stochastic rounding draws by places in the whole array: update outside of jax.shard_map"
+        )
+    eighths = -(-x.shape[-1] // 8)
+    shape, sharding = (*x.shape[:-1], eighths), sharding_by(x, 8)
+
+    def counted(axis: int) -> jax.Array:
+        return jax.lax.broadcasted_iota(_U32, shape, axis, out_sharding=sharding)
+
+    row, stride = jnp.zeros_like(counted(0)), 1
+    for axis in reversed(range(x.ndim - 1)):
+        row += counted(axis) * _U32(stride & 0xFFFFFFFF)
+        stride *= x.shape[axis]
+    zero = jnp.zeros_like(row)
+    four = philox4x32((counted(x.ndim - 1), row, zero + _U32(_HALVES), zero), (words[0], words[1]))
+    halves = jnp.stack([half for word in four for half in (word & _U32(0xFFFF), word >> 16)], axis=-1)
+    halves = halves.reshape(*shape[:-1], eighths * 8)
+    return halves if x.shape[-1] == eighths * 8 else halves[..., : x.shape[-1]]

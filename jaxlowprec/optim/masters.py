@@ -1,0 +1,181 @@
+"""`master_weights`: bfloat16 parameters whose further bits are in the optimizer's state (numerics.md 19)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxlowprec.arguments import one_of
+from jaxlowprec.ops.rounding import INFINITY_BITS, NAN_BITS, from_bits, magnitude_bits, widened
+from jaxlowprec.optim import wrapping
+from jaxlowprec.optim.draws import STREAM_OF_WEIGHTS, half_words, words_of, words_of_leaf
+from jaxlowprec.optim.rules import path_of
+
+_WHO = "master_weights"
+_REMAINDERS: dict[int, Any] = {32: jnp.int16, 24: jnp.int8}
+_U32 = jnp.uint32
+
+
+class MasterState(NamedTuple):
+    """The state of `master_weights`.
+
+    Attributes:
+        inner: the state of the wrapped transformation.
+        remainders: int16 or int8 of each bfloat16 parameter's shape; None for others, and with 16 bits.
+        words: uint32 [2], of the key.
+        step: uint32 [], updates so far.
+        version: int32 [], of these bytes.
+    """
+
+    inner: Any
+    remainders: Any
+    words: jax.Array
+    step: jax.Array
+    version: jax.Array
+
+
+def master_weights(inner: Any, bits: int = 32, *, key: Any = 0) -> Any:
+    """`inner` on float32 weights, kept as bfloat16 parameters and a remainder of `bits` - 16 bits.
+
+    Make it the outermost of transformations that read parameters or moments, and apply its updates with
+    `optax.apply_updates`. Its updates are float32 and lead to the new parameter. `optax.apply_if_finite` goes
+    inside. Parameters that are not bfloat16 pass through.
+
+    Arguments:
+        inner: an `optax.GradientTransformation`; it sees float32 weights and gradients.
+        bits: 32: weights of float32, to the bit, with int16 remainders. 24: int8 remainders, a relative error of at
+            most 2^-16. 16: no remainder; the new parameter is rounded stochastically.
+        key: an int or a JAX key, for 16 bits.
+
+    Returns:
+        An `optax.GradientTransformationExtraArgs`, whose state is a `MasterState`.
+
+    Raises:
+        TypeError: an argument is none of these, or a parameter is no float.
+        ValueError: no parameters were given to `update`; the state was made by other arguments or another version; or,
+            with 16 bits within `jax.shard_map`, a parameter is a shard. In a jitted update the version is only known
+            when the program runs: then the weights become NaN.
+
+    Source: numerics.md 19.
+
+    >>> import jax.numpy as jnp, optax, jaxlowprec as jlp
+    >>> tx = jlp.optim.master_weights(optax.sgd(1.0))
+    >>> params = jnp.ones(2, jnp.bfloat16)
+    >>> state = tx.init(params)
+    >>> for _ in range(3):  # each step is too small for bfloat16
+    ...     updates, state = tx.update(jnp.full(2, -0.001, jnp.bfloat16), state, params)
+    ...     params = optax.apply_updates(params, updates)
+    >>> params.dtype.name, params[0].item(), state.remainders[0].item()
+    ('bfloat16', 1.0, 25152)
+    """
+    inner = wrapping.with_extra_arguments(_WHO, inner)
+    one_of(_WHO, "bits", bits, 32, 24, 16)
+    words = words_of(_WHO, key)
+
+    def init(params: Any) -> Any:
+        leaves, tree = _leaves(params)
+        full: list[Any] = [widened(p) if _is_ours(p) else p for _, p in leaves]
+        rests = [jnp.zeros_like(p, _REMAINDERS[bits]) if _is_ours(p) and bits > 16 else None for _, p in leaves]
+        state = inner.init(tree.unflatten(full))
+        made = MasterState(state, tree.unflatten(rests), jnp.array(words), jnp.zeros((), _U32), wrapping.version())
+        return wrapping.explained(made, lambda: _notes(leaves, bits))
+
+    def update(gradients: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+        readable = wrapping.is_readable(_WHO, state, MasterState)
+        if params is None:
+            raise ValueError(f"{_WHO}: update was called without params; needs update(gradients, state, params)")
+        leaves, tree = _leaves(params)
+        full, given, rests = [], [], []  # type: list[Any], list[Any], list[Any]
+        for (path, p), rest in zip(leaves, _remainders(tree, state), strict=True):
+            shape = p.shape if _is_ours(p) and bits > 16 else None
+            wrapping.check_leaf(_WHO, wrapping.within("remainders", path), rest, shape, _REMAINDERS.get(bits))
+            full.append(jnp.where(readable, join(p, rest), jnp.nan) if _is_ours(p) else p)
+        wide = jax.tree.map(lambda g: widened(g) if _is_ours(g) else g, gradients)
+        updates, after = inner.update(wide, state.inner, tree.unflatten(full), **extra)
+        step = state.step + 1
+        for (path, p), weight, u in zip(leaves, full, tree.flatten_up_to(updates), strict=True):
+            if not _is_ours(p):
+                given.append(u)
+                rests.append(None)
+                continue
+            drawn = words_of_leaf(state.words, step, path, STREAM_OF_WEIGHTS) if bits == 16 else None
+            new, rest = split(weight + u.astype(jnp.float32), bits, drawn)
+            given.append(widened(new) - widened(p))
+            rests.append(rest)
+        return tree.unflatten(given), MasterState(after, tree.unflatten(rests), state.words, step, state.version)
+
+    return wrapping.transformation(init, update)
+
+
+def split(weight: jax.Array, bits: int, words: jax.Array | None = None) -> tuple[jax.Array, jax.Array | None]:
+    """float32 weights [...] as bfloat16, to nearest with ties away from zero, and the rest of so many bits.
+
+    Arguments:
+        bits: 32, 24 or 16.
+        words: uint32 [2], for 16 bits: these are rounded stochastically and leave no rest.
+    """
+    b = jax.lax.bitcast_convert_type(weight, _U32)
+    magnitude = magnitude_bits(weight)
+    b = jnp.where(magnitude > INFINITY_BITS, _U32(NAN_BITS), b)  # else a NaN could carry into -0
+    finite = magnitude < INFINITY_BITS
+    if bits == 16:
+        assert words is not None
+        drawn = half_words(weight.reshape(weight.shape or (1,)), words).reshape(weight.shape)
+        return _bfloat16(jnp.where(finite, b + drawn, b) >> 16), None
+    if bits == 24:
+        b = jnp.where(finite, (b + 0x80) & _U32(0xFFFFFF00), b)
+    upper = (b + 0x8000) >> 16
+    rest = b - (upper << 16)
+    if bits == 24:
+        return _bfloat16(upper), jax.lax.bitcast_convert_type((rest >> 8).astype(jnp.uint8), jnp.int8)
+    return _bfloat16(upper), jax.lax.bitcast_convert_type(rest.astype(jnp.uint16), jnp.int16)
+
+
+def join(p: jax.Array, rest: jax.Array | None) -> jax.Array:
+    """The float32 weights [...] that were split."""
+    if rest is None:
+        return widened(p)
+    upper = jax.lax.bitcast_convert_type(p, jnp.uint16).astype(_U32) << 16
+    low = rest.astype(jnp.int32) << (8 if rest.dtype == jnp.int8 else 0)
+    return from_bits(upper + jax.lax.bitcast_convert_type(low, _U32))
+
+
+def _bfloat16(upper: jax.Array) -> jax.Array:
+    return jax.lax.bitcast_convert_type(upper.astype(jnp.uint16), jnp.bfloat16)
+
+
+def _is_ours(p: Any) -> bool:
+    return p.dtype == jnp.bfloat16
+
+
+def _leaves(params: Any) -> tuple[list[tuple[str, Any]], Any]:
+    """The parameters by their paths, and the tree's structure."""
+    leaves, tree = jax.tree_util.tree_flatten_with_path(params)
+    named = [(path_of(path), leaf) for path, leaf in leaves]
+    for path, leaf in named:
+        dtype = getattr(leaf, "dtype", None)
+        if dtype is None or jnp.issubdtype(dtype, jnp.integer) or jnp.issubdtype(dtype, jnp.bool_):
+            given = type(leaf).__name__ if dtype is None else dtype
+            raise TypeError(
+                f"{_WHO}: the parameter {path!r} is {given}; needs arrays of floats: leave it out with optax.masked"
+            )
+    return named, tree
+
+
+def _remainders(tree: Any, state: MasterState) -> list[Any]:
+    """The remainders in the order of the parameters."""
+    try:
+        return tree.flatten_up_to(state.remainders)
+    except ValueError as error:
+        raise ValueError(
+            f"{_WHO}: the state was made for other parameters than {tree} says ({error}): start from init(params)"
+        ) from None
+
+
+def _notes(leaves: list[tuple[str, Any]], bits: int) -> Iterator[tuple[str, wrapping.Note]]:
+    for path, p in leaves:
+        if _is_ours(p) and bits > 16:
+            yield wrapping.within("remainders", path), wrapping.Note(f"remainder of {bits} bits", "")

@@ -1,0 +1,153 @@
+"""`quantized_state`: any optax transformation, its state kept in 8 bits between steps (numerics.md 19)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxlowprec.arguments import whole_number
+from jaxlowprec.optim import wrapping
+from jaxlowprec.optim.codes import BLOCK, POISON, Coded
+from jaxlowprec.optim.draws import STREAM_OF_STATES, words_of, words_of_leaf
+from jaxlowprec.optim.rules import Choice, Rules, check_rules, choose
+
+_WHO = "quantized_state"
+
+
+class QuantizedState(NamedTuple):
+    """The state of `quantized_state`: two trees as the inner state is one, so what places or saves it does so here.
+
+    Attributes:
+        codes: the inner state; in place of what is quantised, codes of the same shape, uint8 or int8.
+        exponents: uint8 [..., ceil(C / 32)] for each leaf [..., C] that is quantised; None for the others.
+        words: uint32 [2], of the key.
+        step: uint32 [], updates so far.
+        version: int32 [], of these bytes.
+    """
+
+    codes: Any
+    exponents: Any
+    words: jax.Array
+    step: jax.Array
+    version: jax.Array
+
+
+def quantized_state(inner: Any, rules: Rules = None, *, key: Any = 0, smallest: int = 4096) -> Any:
+    """`inner`, whose state is kept in 8 bits between steps: decoded, updated, and encoded again.
+
+    A matrix's first and second moment take 1.03 bytes per element each. Codes have the shape of their parameter, so its
+    sharding applies to them. The bytes of codes depend on the numbers, the key, the step and the element's place in the
+    whole array, not on the mesh. NaN and infinity make their block of 32 NaN.
+
+    Arguments:
+        inner: an `optax.GradientTransformation`: `optax.adamw`, `lion`, `sgd` with momentum, `contrib.muon`, chains
+            and masks of them.
+        rules: codes by the names of a state's fields, such as `{"nu_max": jlp.optim.UNSIGNED}`, beside those that
+            optax's own states have by default; a name may begin with that of its class, `"ScaleByAdamState.nu"`. None
+            as a code keeps the field as it is. Or a function of a leaf's path, "0/mu/layer/kernel", and the leaf, that
+            returns a code or None; then nothing is kept for its size.
+        key: an int or a JAX key, for stochastic rounding.
+        smallest: vectors, and leaves of fewer elements in the whole array, keep their dtype.
+
+    Returns:
+        An `optax.GradientTransformationExtraArgs`, whose state is a `QuantizedState`. With `master_weights` it is the
+        inner one of the two.
+
+    Raises:
+        TypeError: an argument is none of these, or a function of rules gave a code to a leaf that can have none.
+        ValueError: a rule names no field of floats; the state was made by other arguments or another version; or
+            within `jax.shard_map` a leaf is a shard, whose places in the whole array are not known. In a jitted update
+            the version is only known when the program runs: then a state of another one becomes NaN.
+
+    Source: numerics.md 19; Dettmers et al., arXiv 2110.02861, for states in 8 bits by blocks.
+
+    >>> import jax.numpy as jnp, optax, jaxlowprec as jlp
+    >>> params = {"w": jnp.ones((64, 64)), "b": jnp.ones(64)}
+    >>> tx = jlp.optim.quantized_state(optax.adam(1e-3))
+    >>> state = tx.init(params)
+    >>> state.codes[0].nu["w"].dtype.name, state.exponents[0].nu["w"].shape, state.codes[0].nu["b"].dtype.name
+    ('uint8', (64, 2), 'float32')
+    >>> updates, state = tx.update(params, state, params)
+    """
+    inner = wrapping.with_extra_arguments(_WHO, inner)
+    check_rules(rules)
+    smallest = whole_number(_WHO, "smallest", smallest, 0)
+    words = words_of(_WHO, key)
+
+    def init(params: Any) -> Any:
+        state = inner.init(params)
+        choices = choose(state, params, rules, smallest)
+        coded = _encode(state, choices)  # to nearest: XLA would compute the draws of constants while it compiles
+        made = QuantizedState(*coded, jnp.array(words), jnp.zeros((), jnp.uint32), wrapping.version())
+        return wrapping.explained(made, lambda: _notes(choices))
+
+    def update(gradients: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+        readable = wrapping.is_readable(_WHO, state, QuantizedState)
+        like = jax.eval_shape(inner.init, given := gradients if params is None else params)
+        choices = choose(like, given, rules, smallest)
+        before = _decode(state, like, choices, readable)
+        updates, after = inner.update(gradients, before, params, **extra)
+        step = state.step + 1
+        words = [words_of_leaf(state.words, step, c.path, STREAM_OF_STATES) if _draws(c) else None for c in choices]
+        return updates, QuantizedState(*_encode(after, choices, words), state.words, step, state.version)
+
+    return wrapping.transformation(init, update)
+
+
+def _draws(choice: Choice) -> bool:
+    return choice.code is not None and choice.code.rounding == "stochastic"
+
+
+def _encode(state: Any, choices: Sequence[Choice], words: Sequence[Any] | None = None) -> tuple[Any, Any]:
+    """The trees of codes and of exponents."""
+    leaves: list[Any]
+    tree: Any
+    leaves, tree = jax.tree.flatten(state)
+    if len(leaves) != len(choices):
+        raise ValueError(
+            f"{_WHO}: the inner transformation's state has {len(leaves)} leaves after its update and {len(choices)} "
+            "after init; needs one whose state keeps its structure"
+        )
+    each = zip(leaves, choices, words or [None] * len(leaves), strict=True)
+    coded = [Coded(x, None) if c.code is None else c.code.encode(x, drawn) for x, c, drawn in each]
+    return tree.unflatten([q.codes for q in coded]), tree.unflatten([q.exponents for q in coded])
+
+
+def _decode(state: QuantizedState, like: Any, choices: Sequence[Choice], readable: jax.Array) -> Any:
+    """The inner state, of the shapes and dtypes that `like` has."""
+    leaves: list[Any]
+    tree: Any
+    leaves, tree = jax.tree.flatten(like)
+    try:
+        codes, exponents = tree.flatten_up_to(state.codes), tree.flatten_up_to(state.exponents)
+    except ValueError as error:
+        raise ValueError(
+            f"{_WHO}: the state was made for other parameters or by another transformation than {tree} says ({error}): "
+            "start from init(params)"
+        ) from None
+    decoded = []
+    for leaf, choice, code, exponent in zip(leaves, choices, codes, exponents, strict=True):
+        dtype, blocks = leaf.dtype, None
+        if choice.code is not None:
+            dtype, blocks = choice.code.dtype, (*leaf.shape[:-1], -(-leaf.shape[-1] // BLOCK))
+        wrapping.check_leaf(_WHO, wrapping.within("codes", choice.path), code, leaf.shape, dtype)
+        wrapping.check_leaf(_WHO, wrapping.within("exponents", choice.path), exponent, blocks, jnp.uint8)
+        if choice.code is None:
+            decoded.append(code)
+        else:
+            exponent = jnp.where(readable, exponent, jnp.uint8(POISON))
+            decoded.append(choice.code.decode(Coded(code, exponent), leaf.dtype))
+    return tree.unflatten(decoded)
+
+
+def _notes(choices: Sequence[Choice]) -> Iterator[tuple[str, wrapping.Note]]:
+    for choice in choices:
+        yield (
+            wrapping.within("codes", choice.path),
+            wrapping.Note("" if choice.code is None else str(choice.code), choice.note),
+        )
+        if choice.code is not None:
+            yield wrapping.within("exponents", choice.path), wrapping.Note("exponents", "")

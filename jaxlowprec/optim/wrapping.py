@@ -1,0 +1,132 @@
+"""Parts that both wrappers share: checks of the wrapped transformation and of a state, and how `explain_state` asks.
+
+`explain_state` traces `init` of any transformation. A wrapper within it then answers with an `Explained`, so what
+stands around the wrapper need not be known.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxlowprec.arguments import shown
+
+VERSION = 1
+"""The version of the states' bytes: it grows when codes, exponents or remainders change their meaning."""
+
+
+class Note(NamedTuple):
+    """The code of one leaf, and why it stays as it is, in words."""
+
+    code: str
+    why: str
+
+
+@jax.tree_util.register_pytree_with_keys_class
+class Explained:
+    """The state of a wrapper, with notes on leaves of its two trees; only `explain_state` sees one.
+
+    Arguments:
+        state: the state.
+        notes: by the path of a leaf in the state.
+    """
+
+    def __init__(self, state: Any, notes: tuple[tuple[str, Note], ...]):
+        self.state, self.notes = state, notes
+
+    def tree_flatten_with_keys(self) -> tuple[tuple[tuple[Any, Any]], Any]:
+        """The state and its key; the notes."""
+        return ((jax.tree_util.GetAttrKey("state"), self.state),), self.notes
+
+    @classmethod
+    def tree_unflatten(cls, notes: Any, children: Any) -> Explained:
+        """The inverse."""
+        return cls(children[0], notes)
+
+
+_asked = contextvars.ContextVar("jaxlowprec.optim.explain_state", default=False)
+
+
+@contextlib.contextmanager
+def explaining() -> Iterator[None]:
+    """Within it, `init` of wrappers returns an `Explained`."""
+    token = _asked.set(True)
+    try:
+        yield
+    finally:
+        _asked.reset(token)
+
+
+def explained(state: Any, notes: Any) -> Any:
+    """The state; for `explain_state` with the notes that the function returns."""
+    return Explained(state, tuple(notes())) if _asked.get() else state
+
+
+def with_extra_arguments(who: str, inner: Any) -> Any:
+    """The transformation that is wrapped, taking further arguments of `update`.
+
+    Raises:
+        TypeError: it is none.
+    """
+    if not (hasattr(inner, "init") and hasattr(inner, "update")):
+        raise TypeError(f"{who}: inner={shown(inner)}; needs an optax.GradientTransformation such as optax.adamw(1e-3)")
+    import optax  # a dependency of training programs, not of this library
+
+    return optax.with_extra_args_support(inner)
+
+
+def transformation(init: Any, update: Any) -> Any:
+    """An `optax.GradientTransformationExtraArgs`."""
+    import optax
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def within(tree: str, path: str) -> str:
+    """The path in a wrapper's state of a leaf at that path in one of its trees."""
+    return f"{tree}/{path}" if path else tree
+
+
+def version() -> jax.Array:
+    """The leaf of a state that tells its version."""
+    return jnp.asarray(VERSION, jnp.int32)
+
+
+def is_readable(who: str, state: Any, kind: type) -> jax.Array:
+    """Whether a state has the version of this library: bool [], for states that only the running program knows.
+
+    Raises:
+        TypeError: it is not of that kind.
+        ValueError: it is known, and has another version.
+    """
+    if not isinstance(state, kind):
+        raise TypeError(
+            f"{who}: the state is a {type(state).__name__}; needs the {kind.__name__} that init(params) of this "
+            "transformation returned"
+        )
+    given = getattr(state, "version", None)
+    known = isinstance(given, int | np.ndarray | np.generic | jax.Array) and not isinstance(given, jax.core.Tracer)
+    if known and getattr(given, "is_fully_addressable", True) and np.any(np.asarray(given) != VERSION):
+        raise ValueError(
+            f"{who}: the state has version {np.asarray(given).tolist()}; this jaxlowprec reads version {VERSION}: "
+            "start from init(params), or use the version of jaxlowprec that made the state"
+        )
+    return jnp.asarray(given) == VERSION
+
+
+def check_leaf(who: str, path: str, given: Any, shape: tuple[int, ...] | None, dtype: Any) -> None:
+    """Raises ValueError unless a stored leaf has that shape and dtype; None: there is none."""
+    found = (getattr(given, "shape", None), None if given is None else str(getattr(given, "dtype", "")))
+    needed = (shape, None if shape is None else str(jnp.dtype(dtype)))
+    if found != needed:
+        words = ["nothing" if s is None else f"{d}{list(s)}" for s, d in (found, needed)]
+        raise ValueError(
+            f"{who}: the state has {words[0]} at {path!r}; these parameters and arguments need {words[1]}: use the "
+            "arguments that the state was made with, or start from init(params)"
+        )

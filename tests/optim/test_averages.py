@@ -1,0 +1,163 @@
+"""Averages of hostile gradients: Adam's steps and second moments stay near those of float32."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxlowprec as jlp
+from jaxlowprec.optim.codes import Coded
+
+SHAPE = (16, 128)
+EPS = 1e-30  # so that nothing hides a second moment that is too small
+
+
+def normal(i, shape=SHAPE):
+    return jax.random.normal(jax.random.fold_in(jax.random.key(5), i), shape)
+
+
+def loud_neighbour(i, times=1e4):
+    """One element of each block is so many times larger every second step."""
+    return jnp.where((jnp.arange(SHAPE[1]) % 32 == 0) & (i % 2 == 0), times, 1.0) * normal(i)
+
+
+GRADIENTS = {  # of a step, and how many steps
+    "scales of elements": (lambda i: normal(i) * jnp.exp(1.5 * normal(10**6)), 600),
+    "explodes": (lambda i: jnp.where(i == 310, 1e15, 1e-3) * normal(i), 400),
+    "zeros for 1000 steps": (lambda i: jnp.where(i < 1000, 0.0, 1.0) * normal(i), 1200),
+    "tiny": (lambda i: 1e-12 * normal(i), 400),
+    "falls 100 times": (lambda i: jnp.where(i < 300, 1.0, 0.01) * normal(i), 600),
+    "a loud neighbour": (loud_neighbour, 600),
+    "a neighbour beyond the range": (functools.partial(loud_neighbour, times=1e6), 600),
+    "sparse rows": (lambda i: jnp.where((jnp.arange(SHAPE[0]) * 7 + i)[:, None] % 16 < 2, normal(i), 0.0), 600),
+    "bfloat16": (lambda i: normal(i).astype(jnp.bfloat16), 400),
+}
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4))
+def _run(gradients, steps, b2, v_code, dtype):
+    """Of the last hundred steps: the updates of both, and their second moments."""
+    plain = optax.scale_by_adam(b2=b2, eps=EPS)
+    rules = None if v_code is None else {"nu": v_code}
+    coded = jlp.optim.quantized_state(plain, rules, smallest=0)
+    params = jnp.zeros(SHAPE, dtype)
+
+    def step(states, i):
+        first, second = states
+        g = gradients(i)
+        u, first = plain.update(g, first, params)
+        w, second = coded.update(g, second, params)
+        q = jlp.optim.UNSIGNED.decode(_second_moments(second))
+        return (first, second), (u, w, first.nu, q)
+
+    states = plain.init(params), coded.init(params)
+    states, _ = jax.lax.scan(lambda s, i: (step(s, i)[0], None), states, jnp.arange(steps - 100))
+    return jax.lax.scan(step, states, jnp.arange(steps - 100, steps))[1]
+
+
+def _second_moments(state):
+    return Coded(state.codes.nu, state.exponents.nu)
+
+
+def compared(name, b2, v_code=None):
+    """Error of updates by their rms, the largest update by that of float32, log2 of the ratio of second moments."""
+    gradients, steps = GRADIENTS[name]
+    u, w, v, q = (np.asarray(x, np.float64) for x in _run(gradients, steps, b2, v_code, jnp.float32))
+    assert np.all((q == 0) == (v == 0))
+    rms = np.sqrt(np.mean(u**2))
+    some = v > 0
+    return np.sqrt(np.mean((w - u) ** 2)) / rms, np.abs(w).max() / np.abs(u).max(), np.log2(q[some] / v[some]).mean()
+
+
+@pytest.mark.parametrize("b2", [0.95, 0.999, 0.9999])
+@pytest.mark.parametrize("name", [name for name in GRADIENTS if "beyond" not in name])
+def test_steps_are_those_of_float32(name, b2):
+    error, largest, ratio = compared(name, b2)
+    assert error <= 0.25 and largest <= 2 and abs(ratio) <= 0.1, (error, largest, ratio)
+
+
+def test_a_slow_second_moment_needs_stochastic_rounding():
+    """To nearest, that beside a loud neighbour stands at a fraction of its value: the bounds above can fail."""
+    error, largest, ratio = compared("a loud neighbour", 0.999, jlp.optim.RelativeCode(False, "nearest"))
+    assert error > 0.5 and largest > 1.5 and ratio < -0.5, (error, largest, ratio)
+
+
+def test_steps_beyond_the_range_are_smaller():
+    """A second moment 2^-31 of its block's largest is rounded up: 1 / sqrt(v) cannot explode."""
+    u, w, v, q = _run(*GRADIENTS["a neighbour beyond the range"], 0.95, None, jnp.float32)
+    quiet = np.arange(SHAPE[1]) % 32 != 0
+    assert np.all(np.asarray(q)[..., quiet] >= np.asarray(v)[..., quiet])
+    assert np.abs(w).max() <= 1.3 * np.abs(u).max()
+
+
+def test_zeros_give_zeros():
+    tx = jlp.optim.quantized_state(optax.adam(1e-3), smallest=0)
+    params = jnp.zeros(SHAPE)
+    state = tx.init(params)
+    for _ in range(3):
+        updates, state = tx.update(params, state, params)
+    assert not np.any(updates) and not np.any(state.codes[0].nu) and not np.any(state.codes[0].mu)
+
+
+def with_nan(tx):
+    """The state and updates after a good step, one with a NaN, and a good one."""
+    params = jnp.zeros(SHAPE)
+    state, update = tx.init(params), jax.jit(tx.update)
+    found = []
+    for i in range(3):
+        g = normal(i).at[3, 40].set(jnp.nan) if i == 1 else normal(i)
+        updates, state = update(g, state, params)
+        found.append((updates, state))
+    return found
+
+
+def test_a_nan_poisons_its_block():
+    _, (first, _), (second, _) = with_nan(jlp.optim.quantized_state(optax.adam(1e-3), smallest=0))
+    assert np.isnan(first).sum() == 1
+    assert np.isnan(second).sum() == 32 and np.isnan(second[3, 32:64]).all()
+
+
+def test_apply_if_finite_keeps_the_state():
+    quantized = jlp.optim.quantized_state(optax.adam(1e-3), smallest=0)
+    for tx in (
+        optax.apply_if_finite(quantized, 5),
+        jlp.optim.quantized_state(optax.apply_if_finite(optax.adam(1e-3), 5), smallest=0),
+    ):
+        (_, before), (skipped, after), (last, _) = with_nan(tx)
+        codes = lambda state: [x for x in jax.tree.leaves(state) if x.dtype == jnp.uint8 and x.ndim]  # noqa: E731
+        assert len(codes(before)) == 4 and not np.any(skipped) and np.isfinite(last).all()
+        for a, b in zip(codes(before), codes(after), strict=True):
+            np.testing.assert_array_equal(a, b)
+
+
+def trace_error(code, gradient):
+    """Error of momentum relative to its rms, and its mean in the direction of the momentum."""
+    plain = optax.trace(0.95)
+    coded = jlp.optim.quantized_state(plain, {"trace": code}, smallest=0)
+
+    def step(states, i):
+        u, first = plain.update(gradient(i), states[0])
+        w, second = coded.update(gradient(i), states[1])
+        return (first, second), (u, w)
+
+    states = plain.init(jnp.zeros(SHAPE)), coded.init(jnp.zeros(SHAPE))
+    u, w = jax.jit(lambda: jax.lax.scan(step, states, jnp.arange(300))[1])()
+    u, w = np.asarray(u[-100:], np.float64), np.asarray(w[-100:], np.float64)
+    rms = np.sqrt(np.mean(u**2))
+    return np.sqrt(np.mean((w - u) ** 2)) / rms, np.mean((w - u) * np.sign(u)) / rms
+
+
+def test_momentum_has_a_third_of_the_error_in_integers():
+    fixed, bias = trace_error(jlp.optim.FIXED, normal)
+    relative, _ = trace_error(jlp.optim.SIGNED, normal)
+    assert fixed < 0.05 and 3 * fixed < relative and abs(bias) < 0.01
+
+
+def test_constant_gradients_need_stochastic_momentum():
+    constant = lambda i: normal(0 * i)  # noqa: E731
+    _, bias = trace_error(jlp.optim.FIXED, constant)
+    _, to_nearest = trace_error(jlp.optim.FixedCode("nearest"), constant)
+    assert abs(bias) < 0.01 and to_nearest < -0.1

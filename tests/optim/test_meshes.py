@@ -1,0 +1,132 @@
+"""Sharded states have the bytes of whole ones, and the shardings of their parameters."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxlowprec as jlp
+from tests.helpers import assert_same_bytes
+from tests.sharding.meshes import by_axis_type, mesh_of, name_of, place
+
+SHAPES = {"w": (64, 512), "straddles": (48, 96), "stack": (2, 32, 64), "b": (64,)}
+MESHES = [((8, 1), P("a", None)), ((2, 4), P("a", "b")), ((1, 8), P(None, "b"))]
+every_mesh = pytest.mark.parametrize(("sizes", "spec"), MESHES, ids=name_of)
+
+
+def params():
+    made = {n: jax.random.normal(jax.random.key(i), s) * 0.02 for i, (n, s) in enumerate(SHAPES.items())}
+    return {name: np.asarray(x, jnp.bfloat16 if x.ndim > 1 else jnp.float32) for name, x in made.items()}
+
+
+def gradients(i):
+    return {n: np.asarray(jax.random.normal(jax.random.key(10 + i), s) * 1e-3) for n, s in SHAPES.items()}
+
+
+def placed(tree, mesh, spec):
+    """Matrices split along their last axes."""
+    whole = lambda x: P() if x.ndim < 2 else P(*[None] * (x.ndim - 2), *spec)  # noqa: E731
+    return jax.tree.map(lambda x: place(x, mesh, whole(x)), tree)
+
+
+def step_of(tx):
+    def step(gradients, state, params):
+        updates, state = tx.update(gradients, state, params)
+        return optax.apply_updates(params, updates), state
+
+    return step
+
+
+class Largest(NamedTuple):
+    nu: Any
+
+
+def elementwise(bits):
+    """Both wrappers around an update that rounds alike in every program: its products are exact.
+
+    XLA contracts those of Adam with a sum in one program and not in another.
+    """
+
+    def update(gradients, state, params=None):
+        return gradients, Largest(jax.tree.map(lambda nu, g: jnp.maximum(nu / 2, jnp.abs(g)), state.nu, gradients))
+
+    largest = optax.GradientTransformation(lambda params: Largest(jax.tree.map(jnp.zeros_like, params)), update)
+    inner = optax.chain(largest, optax.trace(0.5), optax.scale(-0.5))
+    return jlp.optim.master_weights(jlp.optim.quantized_state(inner, {"nu": jlp.optim.UNSIGNED}, smallest=2048), bits)
+
+
+def run(tx, mesh=None, spec=None, steps=3):
+    if mesh is None:
+        p, give = params(), gradients
+    else:
+        p, give = placed(params(), mesh, spec), lambda i: placed(gradients(i), mesh, spec)
+    state, step = jax.jit(tx.init)(p), jax.jit(step_of(tx))
+    for i in range(steps):
+        p, state = step(give(i), state, p)
+    return p, state
+
+
+@pytest.fixture(scope="module", params=[32, 16])
+def expected(request):
+    tx = elementwise(request.param)
+    return tx, run(tx)
+
+
+@every_mesh
+@by_axis_type
+def test_bytes_do_not_depend_on_the_mesh(expected, sizes, spec, axis_type):
+    tx, whole = expected
+    mesh = mesh_of(sizes, axis_type)
+    with jax.set_mesh(mesh):
+        assert_same_bytes(jax.device_get(run(tx, mesh, spec)), jax.device_get(whole))
+
+
+@by_axis_type
+def test_codes_and_exponents_are_split_as_parameters(axis_type):
+    mesh, spec = mesh_of((2, 4), axis_type), P("a", "b")
+    with jax.set_mesh(mesh):
+        p, state = run(elementwise(32), mesh, spec)
+    held = NamedSharding(mesh, spec)
+    for x in (p["w"], state.remainders["w"], state.inner.codes[0].nu["w"], state.inner.exponents[0].nu["w"]):
+        assert x.sharding.is_equivalent_to(held, 2), x.sharding
+    assert state.inner.codes[1].trace["straddles"].sharding.is_equivalent_to(held, 2)
+
+
+def test_a_run_resumes_on_another_mesh(expected):
+    tx, (p, state) = expected
+    mesh = mesh_of((4, 2))
+    step = jax.jit(step_of(tx))
+    whole = step(gradients(9), state, p)
+    by = lambda tree: jax.tree.map(  # noqa: E731
+        lambda x: place(
+            np.asarray(x), mesh, P(*[None] * (x.ndim - 1), "b") if x.ndim and x.shape[-1] % 2 == 0 else P()
+        ),
+        tree,
+    )
+    assert_same_bytes(jax.device_get(step(by(gradients(9)), by(state), by(p))), jax.device_get(whole))
+
+
+def test_smallest_is_of_the_whole_array():
+    """A device has 1024 elements of it."""
+    mesh = mesh_of((8,))
+    p = {"w": place(np.ones((64, 128), np.float32), mesh, P("a"))}
+    assert jax.jit(jlp.optim.quantized_state(optax.adam(1e-3)).init)(p).codes[0].nu["w"].dtype == jnp.uint8
+
+
+def test_shards_within_shard_map_are_refused():
+    mesh = mesh_of((8,))
+    tx = jlp.optim.quantized_state(optax.sgd(0.1, 0.9), smallest=0)
+    p = np.ones((64, 128), np.float32)
+
+    def step(g):
+        return tx.update(g, tx.init(g), g)[0]
+
+    with pytest.raises(ValueError, match=r"differs along the mesh axes \['a'\].*update outside of jax.shard_map"):
+        jax.jit(jax.shard_map(step, mesh=mesh, in_specs=P("a"), out_specs=P("a")))(p)
+    with jax.set_mesh(mesh_of((8,), AxisType.Explicit)):
+        assert tx.init(p).codes[0].trace.shape == p.shape
