@@ -278,10 +278,8 @@ def fprop(
         with in_profiles("quantize weight"):
             encode = _encode_scale(spec, state, "kernel")
             row, column = role_of(spec.dgrad, 1, keep), role_of(spec.fprop, 1)
-            requantized = spec.requantizes("weight")
-            options: Any = {"requantized": requantized, "encode": encode, "randomness": product.of_weight}
-            options["served_dtype"] = spec.roles.served_dtype
-            w_row, w_column = weight_both_ways(w, row, column, **options)
+            options: Any = {"encode": encode, "randomness": product.of_weight, "served_dtype": spec.roles.served_dtype}
+            w_row, w_column = weight_both_ways(w, row, column, requantized=spec.requantizes("weight"), **options)
     with in_profiles("fprop"):
         if spec.fprop:
             sums = spec.sum_over_devices("fprop", product.of_sums, given.rowwise)

@@ -350,40 +350,6 @@ class TestMeaning:
             assert_same_bytes(y[i], jlp.scaled_matmul(jax.tree.map(lambda leaf, i=i: leaf[i], a), one))
 
 
-class TestAgainstJax:
-    """jax.nn.scaled_matmul, where this JAX can run it on the CPU: 0.12 can, in 0.10.2 it is cuDNN's alone."""
-
-    @pytest.mark.parametrize(
-        ("fmt", "element"),
-        [
-            (jlp.MXFP8(), jnp.float8_e4m3fn),
-            (jlp.MXFP4(), jnp.float4_e2m1fn),
-            (jlp.NVFP4(), jnp.float4_e2m1fn),
-        ],
-        ids=lambda v: format_name(v) if dataclasses.is_dataclass(v) else "",
-    )
-    def test_products(self, fmt, element):
-        """Without NVFP4's amaxes, which jax.nn.scaled_matmul does not take."""
-        x, w = random_array((2, 40, 128), seed=1), random_array((2, 24, 128), seed=2)
-        a, b = jlp.quantize(x, fmt), jlp.quantize(w, fmt)
-
-        def codes(q):
-            if not fmt.packed:
-                return q.data
-            nibbles = jnp.stack([q.data & 15, q.data >> 4], axis=-1).reshape(q.shape)
-            return jax.lax.bitcast_convert_type(nibbles.astype(jnp.uint4), element)
-
-        try:
-            theirs = jax.nn.scaled_matmul(codes(a), codes(b), a.scale, b.scale, preferred_element_type=jnp.float32)
-        except NotImplementedError as error:
-            pytest.skip(f"jax {jax.__version__}: {error}")
-        ours = jlp.scaled_matmul(a, b, preferred_element_type=jnp.float32)
-        if fmt.scaling == "two_level":
-            ours = ours / (a.amax * b.amax / 2688**2)[:, None, None]
-        scale = np.linalg.norm(theirs)
-        assert np.linalg.norm(ours - theirs) < 1e-6 * scale and scale > 0
-
-
 DIGESTS = """
 import os
 os.sched_setaffinity(0, {{{cpus}}})
