@@ -67,7 +67,7 @@ _OPERATIONS = (
     _Operation("hadamard_transform", "hadamard_transform", "sizes 16 to 256, rows and columns"),
     _Operation("activations", "activation", "gelu, silu, relu_squared, swiglu, geglu, and their gradients"),
     _Operation("norms", "norm", "rms_norm, layer_norm, with a residual, and their gradients"),
-    _Operation("telemetry.statistics", "statistics", "moments, outliers, sums of all formats but Int4"),
+    _Operation("telemetry.statistics", "statistics", "moments, outliers, sums of all formats but Int4 and rows"),
     _Operation(
         "scaled_matmul, 4-bit",
         "scaled_matmul",
