@@ -1,4 +1,4 @@
-"""The programs of docs/how-to/bring_your_own_model.md run and print what the page shows, where their framework is."""
+"""The programs of pages about other libraries run and print what the page shows, where that library is."""
 
 import re
 
@@ -7,7 +7,7 @@ import pytest
 from tests.docs.pages import differs, pieces, printed_by
 from tests.package.test_readme import ROOT
 
-PAGE = "docs/how-to/bring_your_own_model.md"
+PAGE, QWIX = "docs/how-to/bring_your_own_model.md", "docs/how-to/qwix.md"
 PIECES = pieces(PAGE)
 _FRAMEWORKS_AT = (ROOT / PAGE).read_text().partition("\n## Flax NNX\n")[0].count("\n")
 ONE_PROGRAM = [piece for piece in PIECES if piece.line < _FRAMEWORKS_AT]
@@ -32,6 +32,13 @@ def test_an_example_prints_what_it_shows(piece):
             pytest.importorskip(name, exc_type=ImportError)
     printed = printed_by(piece, PAGE, {"__name__": "example"})
     assert not differs(printed, piece.shown), f"{PAGE}:{piece.line}: prints\n{printed}"
+
+
+def test_the_program_beside_qwix_prints_what_the_page_shows():
+    pytest.importorskip("qwix")
+    (piece,) = pieces(QWIX)
+    printed = printed_by(piece, QWIX, {"__name__": "example"})
+    assert not differs(printed, piece.shown), f"{QWIX}:{piece.line}: prints\n{printed}"
 
 
 def test_examples_are_short_and_show_what_they_print():
