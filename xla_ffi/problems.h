@@ -405,6 +405,48 @@ struct NormGradientProblem {
   int64_t parts() const { return (rows + rows_each() - 1) / rows_each(); }
 };
 
+// --- AdamW in one pass (numerics.md 19)
+
+/// A moment: float32 numbers, or codes and the exponents of their blocks. The new one may take the place of the old one.
+struct MomentState {
+  const float* numbers = nullptr;      // [batch, rows, columns]; null: it is coded
+  const uint8_t* codes = nullptr;      // [batch, rows, columns]
+  const uint8_t* exponents = nullptr;  // [batch, rows, blocks()]
+  float* new_numbers = nullptr;
+  uint8_t* new_codes = nullptr;
+  uint8_t* new_exponents = nullptr;
+  bool stochastic = false;  // the codes are
+};
+
+/// How a weight is kept.
+enum class WeightKind : int32_t {
+  kFloat32,
+  kNearest,  // bfloat16, ties to even
+  kDrawn,    // bfloat16, rounded by draws
+  kRest8,    // bfloat16 and a remainder of int8
+  kRest16,   // of int16
+};
+
+struct AdamWUpdateProblem {
+  int64_t batch, rows, columns;
+  const void* g;  // [batch, rows, columns], kBF16 or kF32
+  ElementType g_type;
+  WeightKind weight;
+  const void* p;                  // [batch, rows, columns]
+  const void* rest;               // the same; null: there is none
+  void* new_p;                    // may be p; null: the update is wanted
+  float* update;                  // or null
+  void* new_rest;                 // may be rest
+  MomentState mu, nu;             // with a sign, and without
+  const float* scalars;           // [batch, 9]: AdamWScalars
+  const uint32_t* words;          // [batch, 3, 2]: of the draws for mu, nu and the weight; null: nothing is drawn
+  const uint32_t* row_numbers;    // [rows]: places in the whole array, of rows
+  const uint32_t* block_numbers;  // [blocks()]: and of 32 elements of a row
+
+  int64_t blocks() const { return (columns + 31) / 32; }
+  bool drawn() const { return words != nullptr; }
+};
+
 // --- what quantisation did to an array (jaxlowprec/ops/statistics); parts are counted one by one, in any order, then added
 // up in theirs
 

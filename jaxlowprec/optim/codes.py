@@ -7,35 +7,28 @@ compiler could contract.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 
 from jaxlowprec.arguments import a_flag, one_of
-from jaxlowprec.ops.rounding import INFINITY_BITS, MIN_NORMAL_BITS, NAN_BITS, from_bits, magnitude_bits, widened
+from jaxlowprec.ops.optimizer_states import (
+    BLOCK,
+    POISON,
+    Coded,
+    decode_relative,
+    encode_relative,
+    largest_of_blocks,
+    numbers,
+    of_each,
+    parts,
+)
+from jaxlowprec.ops.rounding import INFINITY_BITS, magnitude_bits
 from jaxlowprec.optim.draws import half_words, sharding_by
 from jaxlowprec.wiring.sharding_rule import resharded, sharding_of
 
-BLOCK = 32
-"""Elements of a row that share an exponent byte."""
-POISON = 255
-"""The exponent byte of a block that decodes to NaN."""
-_DROPPED = 20  # bits of float32 below the three of the mantissa that are kept
-_INFINITY = INFINITY_BITS >> _DROPPED
 _U32 = jnp.uint32
-
-
-class Coded(NamedTuple):
-    """An array [..., C] in 8 bits.
-
-    Attributes:
-        codes: uint8 or int8 [..., C].
-        exponents: uint8 [..., ceil(C / 32)].
-    """
-
-    codes: Any
-    exponents: Any
 
 
 class StateCode(Protocol):
@@ -103,36 +96,14 @@ class RelativeCode:
         Arguments:
             words: uint32 [2], of a key, for stochastic rounding; None rounds to nearest.
         """
-        given, (b, negative) = x, _parts(x := resharded(x, sharding_by(x, BLOCK)))
-        half = _U32(1 << (_DROPPED - 1))
-        if words is not None and self.rounding == "stochastic":
-            half = (half_words(x, words) << (_DROPPED - 16)) + _U32(1 << (_DROPPED - 17))
-        r = (b + half) >> _DROPPED
-        r = jnp.where(b == 0, _U32(0), jnp.where(b < INFINITY_BITS, jnp.minimum(r, _INFINITY - 1), _INFINITY))
-        if not self.signed:
-            r = jnp.where(negative, _U32(_INFINITY), r)
-        e = _largest(r) >> 3
-        code = r.astype(jnp.int32) - self._zero_at(e, x.shape[-1])
-        # Below the range a signed number becomes 0; an unsigned one the smallest, so 1 / sqrt(v) stays bounded.
-        code = jnp.where(b == 0, 0, jnp.maximum(code, 0 if self.signed else 1)).astype(_U32)
-        if self.signed:
-            code = jnp.where(negative & (code != 0), code | 0x80, code)
-        return Coded(resharded(code.astype(jnp.uint8), sharding_of(given)), e.astype(jnp.uint8))
+        whole = resharded(x, sharding_by(x, BLOCK))
+        drawn = half_words(whole, words) if words is not None and self.rounding == "stochastic" else None
+        codes, exponents = encode_relative(whole, self.signed, drawn)
+        return Coded(resharded(codes, sharding_of(x)), exponents)
 
     def decode(self, q: Coded, dtype: Any = jnp.float32) -> jax.Array:
         """The numbers [..., C] of codes and exponents, bfloat16 or float32: both hold them exactly."""
-        columns = q.codes.shape[-1]
-        code = q.codes.astype(jnp.int32)
-        magnitude = code & 127 if self.signed else code
-        r = jnp.maximum(magnitude + self._zero_at(q.exponents, columns), 8)  # at least 2^-126
-        b = jnp.where(magnitude == 0, _U32(0), r.astype(_U32) << _DROPPED)
-        if self.signed:
-            b = b | ((q.codes.astype(_U32) >> 7) << 31)
-        return _numbers(b, q, dtype)
-
-    def _zero_at(self, exponents: jax.Array, columns: int) -> jax.Array:
-        """The upper bits that the code 0 of each element would stand for."""
-        return _of_each(exponents, columns) * 8 + (7 - (127 if self.signed else 255))
+        return decode_relative(q, self.signed, dtype)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -175,20 +146,20 @@ class FixedCode:
         Arguments:
             words: uint32 [2], of a key, for stochastic rounding; None rounds to nearest, ties away from zero.
         """
-        given, (b, negative) = x, _parts(x := resharded(x, sharding_by(x, BLOCK)))
+        given, (b, negative) = x, parts(x := resharded(x, sharding_by(x, BLOCK)))
         # The next exponent if the largest is above 127 units: limited to 127, a slow average could not grow past it.
-        largest = _largest(b)
+        largest = largest_of_blocks(b)
         e = jnp.where(largest < INFINITY_BITS, jnp.minimum((largest + 0x1FFFF) >> 23, POISON - 1), POISON)
         exponent = b >> 23
         significand = jnp.where(exponent == 0, _U32(0), (b & 0x7FFFFF) | 0x800000)
-        shift = 17 + _of_each(e, x.shape[-1]).astype(_U32) - exponent
+        shift = 17 + of_each(e, x.shape[-1]).astype(_U32) - exponent
         significand = significand >> jnp.clip(shift.astype(jnp.int32) - 31, 0, 31).astype(_U32)
         shift = jnp.minimum(shift, 31)
         half = _U32(1) << (shift - 1)
         if words is not None and self.rounding == "stochastic":
             half = (2 * half_words(x, words) + 1) << (shift - 17)
         magnitude = jnp.minimum((significand + half) >> shift, 127).astype(jnp.int32)
-        magnitude = jnp.where(_of_each(e, x.shape[-1]) == POISON, 0, magnitude)
+        magnitude = jnp.where(of_each(e, x.shape[-1]) == POISON, 0, magnitude)
         code = jnp.where(negative, -magnitude, magnitude).astype(jnp.int8)
         return Coded(resharded(code, sharding_of(given)), e.astype(jnp.uint8))
 
@@ -196,36 +167,6 @@ class FixedCode:
         """The numbers [..., C] of codes and exponents, bfloat16 or float32: both hold them exactly."""
         code = q.codes.astype(jnp.int32)
         b = magnitude_bits(code.astype(jnp.float32)).astype(jnp.int32)
-        exponent = (b >> 23) - 6 + _of_each(q.exponents, code.shape[-1]) - 127
+        exponent = (b >> 23) - 6 + of_each(q.exponents, code.shape[-1]) - 127
         b = jnp.where((code == 0) | (exponent <= 0), 0, (exponent << 23) | (b & 0x7FFFFF)).astype(_U32)
-        return _numbers(b | jnp.where((code < 0) & (b != 0), _U32(1 << 31), _U32(0)), q, dtype)
-
-
-def _parts(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The bits of |x|, subnormals as 0 and NaN as 0x7FC00000; and where x is a number below 0."""
-    x = widened(x)
-    b = magnitude_bits(x)
-    negative = (jax.lax.bitcast_convert_type(x, _U32) >> 31) == 1
-    negative &= (b >= MIN_NORMAL_BITS) & (b <= INFINITY_BITS)
-    return jnp.where(b > INFINITY_BITS, _U32(NAN_BITS), jnp.where(b < MIN_NORMAL_BITS, _U32(0), b)), negative
-
-
-def _largest(b: jax.Array) -> jax.Array:
-    """The largest of each block of [..., C]: [..., ceil(C / 32)]."""
-    if pad := -b.shape[-1] % BLOCK:
-        b = jnp.pad(b, [(0, 0)] * (b.ndim - 1) + [(0, pad)])
-    return b.reshape(*b.shape[:-1], b.shape[-1] // BLOCK, BLOCK).max(-1)
-
-
-def _of_each(exponents: jax.Array, columns: int) -> jax.Array:
-    """int32 [..., columns]: the exponent of each element's block."""
-    blocks = exponents.shape[-1]
-    repeated = jnp.broadcast_to(exponents[..., None], (*exponents.shape, BLOCK))
-    repeated = repeated.reshape(*exponents.shape[:-1], blocks * BLOCK).astype(jnp.int32)
-    return repeated if columns == blocks * BLOCK else repeated[..., :columns]
-
-
-def _numbers(b: jax.Array, q: Coded, dtype: Any) -> jax.Array:
-    """The floats of such bits; NaN in poisoned blocks."""
-    poisoned = _of_each(q.exponents, q.codes.shape[-1]) == POISON
-    return from_bits(jnp.where(poisoned, _U32(NAN_BITS), b)).astype(dtype)
+        return numbers(b | jnp.where((code < 0) & (b != 0), _U32(1 << 31), _U32(0)), q, dtype)

@@ -15,12 +15,12 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxlowprec.arguments import shown, whole_number
-from jaxlowprec.ops.quantize.random_bits import key_words, philox4x32, words_at
+from jaxlowprec.ops.optimizer_states import EIGHTH, draws_at
+from jaxlowprec.ops.quantize.random_bits import key_words, words_at
 from jaxlowprec.wiring.defining import varying_axes
 from jaxlowprec.wiring.sharding_rule import dimensions_of, sharding_of
 
 STREAM_OF_STATES, STREAM_OF_WEIGHTS = 15, 16
-_HALVES = 13  # tells a call for 8 half-words from one for 16 bytes
 _U32 = jnp.uint32
 
 
@@ -69,8 +69,7 @@ def half_words(x: jax.Array, words: jax.Array) -> jax.Array:
             f"jaxlowprec.optim: an array of shape {x.shape} differs along the mesh axes {sorted(axes)} of a shard_map; "
             "stochastic rounding draws by places in the whole array: update outside of jax.shard_map"
         )
-    eighths = -(-x.shape[-1] // 8)
-    shape, sharding = (*x.shape[:-1], eighths), sharding_by(x, 8)
+    shape, sharding = (*x.shape[:-1], -(-x.shape[-1] // EIGHTH)), sharding_by(x, EIGHTH)
 
     def counted(axis: int) -> jax.Array:
         return jax.lax.broadcasted_iota(_U32, shape, axis, out_sharding=sharding)
@@ -79,8 +78,4 @@ def half_words(x: jax.Array, words: jax.Array) -> jax.Array:
     for axis in reversed(range(x.ndim - 1)):
         row += counted(axis) * _U32(stride & 0xFFFFFFFF)
         stride *= x.shape[axis]
-    zero = jnp.zeros_like(row)
-    four = philox4x32((counted(x.ndim - 1), row, zero + _U32(_HALVES), zero), (words[0], words[1]))
-    halves = jnp.stack([half for word in four for half in (word & _U32(0xFFFF), word >> 16)], axis=-1)
-    halves = halves.reshape(*shape[:-1], eighths * 8)
-    return halves if x.shape[-1] == eighths * 8 else halves[..., : x.shape[-1]]
+    return draws_at(row, counted(x.ndim - 1), words, x.shape[-1])

@@ -9,13 +9,13 @@ import jax
 import jax.numpy as jnp
 
 from jaxlowprec.arguments import one_of
-from jaxlowprec.ops.rounding import INFINITY_BITS, NAN_BITS, from_bits, magnitude_bits, widened
+from jaxlowprec.ops.optimizer_states import REMAINDERS, join_weight, split_weight
+from jaxlowprec.ops.rounding import widened
 from jaxlowprec.optim import wrapping
 from jaxlowprec.optim.draws import STREAM_OF_WEIGHTS, half_words, words_of, words_of_leaf
 from jaxlowprec.optim.rules import path_of
 
 _WHO = "master_weights"
-_REMAINDERS: dict[int, Any] = {32: jnp.int16, 24: jnp.int8}
 _U32 = jnp.uint32
 
 
@@ -78,7 +78,7 @@ def master_weights(inner: Any, bits: int = 32, *, key: Any = 0) -> Any:
     def init(params: Any) -> Any:
         leaves, tree = _leaves(params)
         full: list[Any] = [widened(p) if _is_ours(p) else p for _, p in leaves]
-        rests = [jnp.zeros_like(p, _REMAINDERS[bits]) if _is_ours(p) and bits > 16 else None for _, p in leaves]
+        rests = [jnp.zeros_like(p, REMAINDERS[bits]) if _is_ours(p) and bits > 16 else None for _, p in leaves]
         state = inner.init(tree.unflatten(full))
         made = MasterState(state, tree.unflatten(rests), jnp.array(words), jnp.zeros((), _U32), wrapping.version())
         return wrapping.explained(made, lambda: _notes(leaves, bits))
@@ -91,8 +91,8 @@ def master_weights(inner: Any, bits: int = 32, *, key: Any = 0) -> Any:
         full, given, rests = [], [], []  # type: list[Any], list[Any], list[Any]
         for (path, p), rest in zip(leaves, _remainders(tree, state), strict=True):
             shape = p.shape if _is_ours(p) and bits > 16 else None
-            wrapping.check_leaf(_WHO, wrapping.within("remainders", path), rest, shape, _REMAINDERS.get(bits))
-            full.append(jnp.where(readable, join(p, rest), jnp.nan) if _is_ours(p) else p)
+            wrapping.check_leaf(_WHO, wrapping.within("remainders", path), rest, shape, REMAINDERS.get(bits))
+            full.append(jnp.where(readable, join_weight(p, rest), jnp.nan) if _is_ours(p) else p)
         wide = jax.tree.map(lambda g: widened(g) if _is_ours(g) else g, gradients)
         updates, after = inner.update(wide, state.inner, tree.unflatten(full), **extra)
         step = state.step + 1
@@ -111,40 +111,17 @@ def master_weights(inner: Any, bits: int = 32, *, key: Any = 0) -> Any:
 
 
 def split(weight: jax.Array, bits: int, words: jax.Array | None = None) -> tuple[jax.Array, jax.Array | None]:
-    """float32 weights [...] as bfloat16, to nearest with ties away from zero, and the rest of so many bits.
+    """float32 weights [...] as bfloat16, and the rest of so many bits: see `split_weight`.
 
     Arguments:
         bits: 32, 24 or 16.
         words: uint32 [2], for 16 bits: these are rounded stochastically and leave no rest.
     """
-    b = jax.lax.bitcast_convert_type(weight, _U32)
-    magnitude = magnitude_bits(weight)
-    b = jnp.where(magnitude > INFINITY_BITS, _U32(NAN_BITS), b)  # else a NaN could carry into -0
-    finite = magnitude < INFINITY_BITS
-    if bits == 16:
-        assert words is not None
-        drawn = half_words(weight.reshape(weight.shape or (1,)), words).reshape(weight.shape)
-        return _bfloat16(jnp.where(finite, b + drawn, b) >> 16), None
-    if bits == 24:
-        b = jnp.where(finite, (b + 0x80) & _U32(0xFFFFFF00), b)
-    upper = (b + 0x8000) >> 16
-    rest = b - (upper << 16)
-    if bits == 24:
-        return _bfloat16(upper), jax.lax.bitcast_convert_type((rest >> 8).astype(jnp.uint8), jnp.int8)
-    return _bfloat16(upper), jax.lax.bitcast_convert_type(rest.astype(jnp.uint16), jnp.int16)
-
-
-def join(p: jax.Array, rest: jax.Array | None) -> jax.Array:
-    """The float32 weights [...] that were split."""
-    if rest is None:
-        return widened(p)
-    upper = jax.lax.bitcast_convert_type(p, jnp.uint16).astype(_U32) << 16
-    low = rest.astype(jnp.int32) << (8 if rest.dtype == jnp.int8 else 0)
-    return from_bits(upper + jax.lax.bitcast_convert_type(low, _U32))
-
-
-def _bfloat16(upper: jax.Array) -> jax.Array:
-    return jax.lax.bitcast_convert_type(upper.astype(jnp.uint16), jnp.bfloat16)
+    if bits != 16:
+        return split_weight(weight, bits)
+    assert words is not None
+    drawn = half_words(weight.reshape(weight.shape or (1,)), words).reshape(weight.shape)
+    return split_weight(weight, bits, drawn)
 
 
 def _is_ours(p: Any) -> bool:

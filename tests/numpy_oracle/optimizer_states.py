@@ -8,6 +8,7 @@ import numpy as np
 from tests.numpy_oracle.random_bits import philox
 
 BLOCK = 32
+NAN = np.array(0x7FC00000, np.uint32).view(np.float32)
 
 
 def leaf_words(key, step, path, stream):
@@ -107,3 +108,71 @@ def split(weight, bits, draws=None):
     upper = (b + 2**15) // 2**16
     rest = b - upper * 2**16
     return upper.astype(np.uint16), rest.astype(np.int16) if bits == 32 else (rest // 256).astype(np.int8)
+
+
+def join(upper, rest, bits):
+    """The float32 weights of the bits of bfloat16 and a remainder."""
+    low = 0 if rest is None else rest.astype(np.int64) * (256 if bits == 24 else 1)
+    return ((upper.astype(np.int64) * 2**16 + low) % 2**32).astype(np.uint32).view(np.float32)
+
+
+def rounded(x):
+    """float64 as float32 numbers: zero where they are below the smallest normal number after rounding to 24 bits.
+
+    Sums, products, quotients and roots of float32 numbers may be rounded to float64 first: that changes no float32.
+    """
+    x = np.asarray(x, np.float64)
+    with np.errstate(over="ignore", under="ignore"):
+        below = (np.abs(x) < 2.0**-120) & (np.abs(np.float32(x * 2.0**100)) < 2.0**-26)
+        return np.where(below, np.copysign(0, x), x.astype(np.float32)).astype(np.float64)
+
+
+def stored(x):
+    """float64 as float32 numbers, every NaN the same."""
+    return np.where(np.isnan(x), NAN, x).astype(np.float32)
+
+
+def adamw_update(g, p, rest, mu, nu, scalars, words, codes, bits, is_update=False):
+    """The new parameter or its update, the new remainder, and the new moments; (codes, exponents) of those in 8 bits.
+
+    Arguments:
+        g, p: float32 or bfloat16 [..., C].
+        mu, nu: float32 [..., C], or codes and exponents.
+        scalars: float32 [9].
+        words: uint32 [3, 2].
+        codes: the rounding of each moment, None for float32.
+    """
+    b1, c1, b2, c2, k1, k2, epsilon, decay, minus_rate = rounded(scalars)
+    is_float32 = p.dtype == np.float32
+    weight = rounded(p if is_float32 else join(p.view(np.uint16), rest, bits))
+    m, v = (
+        rounded(s if rounding is None else decode_relative(*s, signed))
+        for s, rounding, signed in zip((mu, nu), codes, (True, False), strict=True)
+    )
+    with np.errstate(all="ignore"):
+        g = rounded(g.astype(np.float32))
+        m = rounded(rounded(c1 * g) + rounded(b1 * m))
+        v = rounded(rounded(c2 * rounded(g * g)) + rounded(b2 * v))
+        denominator = rounded(rounded(np.sqrt(rounded(v / k2))) + epsilon)
+        u = rounded(rounded(m / k1) / denominator)
+        update = rounded(minus_rate * rounded(u + rounded(decay * weight)))
+        moments = [
+            stored(x)
+            if rounding is None
+            else encode_relative(stored(x), signed, half_words(x.shape, w) if rounding == "stochastic" else None)
+            for x, rounding, signed, w in zip((m, v), codes, (True, False), words[:2], strict=True)
+        ]
+        weight = rounded(weight + update)
+        if is_float32:
+            return stored(update if is_update else weight), None, *moments
+        weight = stored(weight)
+        if bits is None:
+            b = weight.view(np.uint32).astype(np.int64)
+            nearest = (b + 0x7FFF + b // 2**16 % 2) // 2**16
+            upper, rest = np.where(np.isnan(weight), b // 2**16, nearest).astype(np.uint16), None
+        else:
+            upper, rest = split(weight, bits, half_words(p.shape, words[2]))
+        if not is_update:
+            return upper.view(p.dtype), rest, *moments
+        new, old = (rounded(join(bits_of, None, 16)) for bits_of in (upper, p.view(np.uint16)))
+        return stored(rounded(new - old)), rest, *moments

@@ -9,7 +9,8 @@ import optax
 import pytest
 
 import jaxlowprec as jlp
-from jaxlowprec.optim.masters import join, split
+from jaxlowprec.ops.optimizer_states import join_weight
+from jaxlowprec.optim.masters import split
 from tests.helpers import assert_same_bytes, assert_same_numbers
 from tests.numpy_oracle import optimizer_states as oracle
 
@@ -36,7 +37,7 @@ class TestSplit:
     def test_every_pattern_comes_back_from_32_bits(self):
         x = patterns(1 << 20)
         p, rest = jax.jit(lambda x: split(x, 32))(x)
-        assert_same_numbers(jax.jit(join)(p, rest), x)
+        assert_same_numbers(jax.jit(join_weight)(p, rest), x)
         upper, expected = oracle.split(x, 32)
         assert_same_bytes((p, rest), (upper.view(jnp.bfloat16), expected))
 
@@ -45,7 +46,7 @@ class TestSplit:
         p, rest = jax.jit(lambda x: split(x, 24))(x)
         upper, expected = oracle.split(x, 24)
         assert_same_bytes((p, rest), (upper.view(jnp.bfloat16), expected))
-        back, normal = np.asarray(jax.jit(join)(p, rest)), (np.abs(x) >= 2.0**-126) & (np.abs(x) < 3.4e38)
+        back, normal = np.asarray(jax.jit(join_weight)(p, rest)), (np.abs(x) >= 2.0**-126) & (np.abs(x) < 3.4e38)
         error = np.abs(back[normal].astype(np.float64) / x[normal] - 1).max()
         assert 2.0**-17 < error <= 2.0**-16
 
@@ -92,7 +93,7 @@ class TestSteps:
             full = optax.apply_updates(full, updates)
             updates, second = tx.update(g, second, low)
             low = optax.apply_updates(low, updates)
-        assert_same_bytes(join(low, second.remainders), full)
+        assert_same_bytes(join_weight(low, second.remainders), full)
         assert low.dtype == jnp.bfloat16 and np.any(second.remainders)
         assert_same_bytes(second.inner, first)
 
@@ -104,7 +105,7 @@ class TestSteps:
         state, step = tx.init(p), stepper(tx)
         for _ in range(100):
             p, state = step(jnp.full(p.shape, -(2.0**-10)), state, p)
-        mean = np.asarray(join(p, state.remainders)).astype(np.float64).mean()
+        mean = np.asarray(join_weight(p, state.remainders)).astype(np.float64).mean()
         assert abs((mean - 1) / (100 * 2.0**-10) - 1) < max(bound, 0.01 if bits == 16 else 0)
 
     @pytest.mark.parametrize("bits", [32, 24])
@@ -114,12 +115,12 @@ class TestSteps:
         weight = rng.uniform(0.5, 4, 1 << 18).astype(np.float32) * rng.choice([-1, 1], 1 << 18).astype(np.float32)
         weight[: 1 << 16] = np.exp2(rng.integers(-3, 3, 1 << 16)) * (1 - 2.0 ** -rng.integers(9, 24, 1 << 16))
         p, rest = split(jnp.asarray(weight), bits)
-        weight = np.asarray(join(p, rest))
+        weight = np.asarray(join_weight(p, rest))
         ulps = np.round(rng.standard_normal(weight.size) * 2.0 ** rng.integers(0, 20, weight.size))
         gradient = (weight - ulps * 2.0**-24 * np.exp2(np.floor(np.log2(np.abs(weight))))).astype(np.float32)
         tx = jlp.optim.master_weights(optax.sgd(1.0), bits)
         after, state = stepper(tx)(gradient, tx.init(p)._replace(remainders=rest), p)
-        new, found = weight - gradient, np.asarray(join(after, state.remainders))
+        new, found = weight - gradient, np.asarray(join_weight(after, state.remainders))
         p = np.abs(np.asarray(p).astype(np.float64))
         assert np.mean(np.abs(new) < 2.0**-16 * p) > 0.2 and np.mean(found != new) > 0.001
         lost = np.abs(found.astype(np.float64) - new)

@@ -31,6 +31,7 @@
   each(sums)                \
   each(statistics)
 #define JLP_CPU_HANDLERS(each) \
+  each(adamw_update)           \
   each(grouped_amax)           \
   each(grouped_line_amaxes)    \
   each(grouped_quantize)       \

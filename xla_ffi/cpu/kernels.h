@@ -37,7 +37,8 @@ namespace jaxlowprec {
   each(add_parts, AddPartsProblem)                  \
   each(moments, MomentsProblem)                     \
   each(outliers, OutliersProblem)                   \
-  each(sums, SumsProblem)
+  each(sums, SumsProblem)                           \
+  each(adamw_update, AdamWUpdateProblem)
 // clang-format on
 
 struct Kernels {

@@ -82,6 +82,11 @@ inline int64_t cost(const MomentsProblem& p) { return p.batch * p.size * 100; }
 inline int64_t cost(const OutliersProblem& p) { return p.batch * p.rows * p.columns * 100; }
 inline int64_t cost(const SumsProblem& p) { return p.batch * p.rows * p.columns * 2000; }
 
+inline int64_t cost(const AdamWUpdateProblem& p) {
+  const int64_t coded = (p.mu.codes ? 1000 : 0) + (p.nu.codes ? 1000 : 0), drawn = p.drawn() ? 1000 : 0;
+  return p.batch * p.rows * p.columns * (1000 + coded + drawn);
+}
+
 inline int64_t cost(const WeightOnlyProblem& p) {
   const int64_t product = 25, unpack = 50;
   return p.batch * p.depth * (p.rows * p.columns * product + (p.rows + p.columns) * unpack);

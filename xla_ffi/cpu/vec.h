@@ -96,6 +96,7 @@ struct Lanes<JLP_ISA::F32> {
   JLP_RULE F fused_multiply_add(F a, F b, F c) { return multiply_add_exact(a, b, c); }
   JLP_RULE F fused_multiply_add_short(F a, F b, F c) { return multiply_add_exact(a, b, c); }
   JLP_RULE F scaled(F x, F y) { return multiply_add_exact(x, y, F{}); }  // + 0 is only seen by a product that is exactly 0
+  JLP_RULE F root(F x) { return (F)_mm512_sqrt_ps(JLP_ISA::raw(x)); }
   JLP_RULE void multiply_wide(Uint a, uint32_t b, Uint& high, Uint& low) {
     const __m512i m = _mm512_set1_epi32(static_cast<int>(b)), v = JLP_ISA::raw(a);
     const __m512i even = _mm512_mul_epu32(v, m), odd = _mm512_mul_epu32(_mm512_srli_epi64(v, 32), m);
@@ -111,6 +112,7 @@ struct Lanes<JLP_ISA::F32> {
   JLP_RULE F fused_multiply_add(F a, F b, F c) { return multiply_add_exact(a, b, c); }
   JLP_RULE F fused_multiply_add_short(F a, F b, F c) { return multiply_add_exact(a, b, c); }
   JLP_RULE F scaled(F x, F y) { return multiply_add_exact(x, y, F{}); }  // + 0 is only seen by a product that is exactly 0
+  JLP_RULE F root(F x) { return (F)_mm256_sqrt_ps(JLP_ISA::raw(x)); }
   JLP_RULE void multiply_wide(Uint a, uint32_t b, Uint& high, Uint& low) {
     const __m256i m = _mm256_set1_epi32(static_cast<int>(b)), v = JLP_ISA::raw(a);
     const __m256i even = _mm256_mul_epu32(v, m), odd = _mm256_mul_epu32(_mm256_srli_epi64(v, 32), m);
@@ -138,6 +140,14 @@ struct Lanes<JLP_ISA::F32> {
 #endif
   }
   JLP_RULE F scaled(F x, F y) { return (flush(x) + 0.0f) * y; }
+  JLP_RULE F root(F x) {
+#if defined(__SSE2__)
+    return (F)_mm_sqrt_ps(JLP_ISA::raw(x));
+#else
+    for (int i = 0; i < JLP_ISA::kLanes; ++i) x[i] = __builtin_sqrtf(x[i]);
+    return x;
+#endif
+  }
   JLP_RULE void multiply_wide(Uint a, uint32_t b, Uint& high, Uint& low) {
     for (int i = 0; i < JLP_ISA::kLanes; ++i) {
       const uint64_t product = static_cast<uint64_t>(a[i]) * b;

@@ -61,6 +61,7 @@ struct Lanes<float> {
   }
   /// a * b + c, rounded once.
   JLP_RULE float fused_multiply_add(float a, float b, float c) { return fmaf(a, b, c); }
+  JLP_RULE float root(float x) { return sqrtf(x); }  // correctly rounded
   /// x * y, with an x that is zero (of either sign, or subnormal) made +0; a product that underflows keeps its sign.
   JLP_RULE float scaled(float x, float y) { return (flush(x) + 0.0f) * y; }
   JLP_RULE uint32_t truncate(float x) { return static_cast<uint32_t>(static_cast<int32_t>(x)); }  // |x| < 2^31

@@ -1,0 +1,98 @@
+"""AdamW's update in pure JAX: the bytes that every kernel gives (numerics.md 19)."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxlowprec.ops.exact import quotient, root
+from jaxlowprec.ops.optimizer_states import (
+    BLOCK,
+    EIGHTH,
+    Coded,
+    decode_relative,
+    draws_at,
+    encode_relative,
+    join_weight,
+    nearest_weight,
+    split_weight,
+    stored,
+)
+from jaxlowprec.ops.rounding import flush, widened
+
+Moment = jax.Array | Coded
+"""A moment of each element: float32 [..., C], or codes and exponents."""
+
+
+class Places(NamedTuple):
+    """Where an array lies in the whole one, and the words of its draws.
+
+    Attributes:
+        words: uint32 [..., 3, 2]: those of the first moment, of the second, and of the weights.
+        rows: uint32 [..., of any axes before the columns], the numbers of rows.
+        blocks: uint32 [ceil(C / 32)], the numbers of each 32 elements of a row.
+    """
+
+    words: jax.Array
+    rows: jax.Array
+    blocks: jax.Array
+
+    def draws(self, which: int, columns: int) -> jax.Array:
+        """uint32 [..., columns] below 2^16. `which`: 0, 1 or 2, of the words."""
+        each = BLOCK // EIGHTH
+        eighths = (self.blocks[:, None] * jnp.uint32(each) + jnp.arange(each, dtype=jnp.uint32)).reshape(-1)
+        words = _spread(self.words[..., which, :], self.rows.ndim + 1, 1)
+        return draws_at(self.rows[..., None], eighths[: -(-columns // EIGHTH)], words, columns)
+
+
+def adamw_update(
+    g: jax.Array,
+    p: jax.Array,
+    scalars: jax.Array,
+    rest: jax.Array | None,
+    mu: Moment,
+    nu: Moment,
+    places: Places | None,
+    *,
+    stochastic: tuple[bool, bool],
+    bits: int | None,
+    is_update: bool,
+) -> tuple[jax.Array, jax.Array | None, Moment, Moment]:
+    """The new parameter or its update, the new remainder, and the new moments: see `api.adamw_update`.
+
+    Every operation is rounded on its own. `flush` keeps compilers from contracting a product with what it is added to:
+    they do not see through what it selects.
+    """
+    columns, inner = g.shape[-1], g.ndim - scalars.ndim + 1
+    b1, c1, b2, c2, k1, k2, epsilon, decay, minus_rate = (_spread(flush(scalars[..., i]), inner) for i in range(9))
+
+    def drawn(which: int, is_drawn: bool) -> jax.Array | None:
+        return places.draws(which, columns) if is_drawn and places is not None else None
+
+    gradient, weight = flush(widened(g)), flush(join_weight(p, rest))
+    m, v = (flush(s) if isinstance(s, jax.Array) else decode_relative(s, i == 0) for i, s in enumerate((mu, nu)))
+    m = flush(flush(c1 * gradient) + flush(b1 * m))
+    v = flush(flush(c2 * flush(gradient * gradient)) + flush(b2 * v))
+    # XLA makes one division by a product of two divisions in a row, unless it selects between them.
+    u = flush(quotient(flush(quotient(m, k1)), flush(root(flush(quotient(v, k2))) + epsilon)))
+    update = flush(minus_rate * flush(u + flush(decay * weight)))
+    moments = (
+        stored(new) if isinstance(old, jax.Array) else encode_relative(new, i == 0, drawn(i, stochastic[i]))
+        for i, (old, new) in enumerate(((mu, m), (nu, v)))
+    )
+    if p.dtype == jnp.float32:
+        return stored(update if is_update else flush(weight + update)), None, *moments
+    weight = flush(weight + update)
+    if bits is None:
+        new, rest = nearest_weight(weight), None
+    else:
+        new, rest = split_weight(weight, bits, drawn(2, bits == 16))
+    return stored(flush(flush(widened(new)) - flush(widened(p)))) if is_update else new, rest, *moments
+
+
+def _spread(x: jax.Array, axes: int, kept: int = 0) -> jax.Array:
+    """x with so many axes of 1 before its last `kept`."""
+    at = x.ndim - kept
+    return x.reshape(*x.shape[:at], *[1] * axes, *x.shape[at:])

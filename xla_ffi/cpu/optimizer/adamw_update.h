@@ -1,0 +1,295 @@
+// AdamW in one pass (numerics.md 19): 32 elements of a row at a time are read, decoded, updated, encoded and written where
+// they were read; nothing else is stored. How moments and weights are kept is known at run time and asked once for 32.
+// Bytes moved per element: with 8-bit moments and remainders of 16 bits, 2 for the gradient of bfloat16 and 12.1 read and
+// written; with float32 throughout, 28.
+#pragma once
+
+#include "../../numerics/optimizer_states.h"
+#include "../quantize/random.h"
+
+namespace jaxlowprec {
+namespace JLP_ISA {
+
+constexpr int kStateVectors = kStateBlock / kLanes;
+
+/// 32 elements of a row.
+struct StateBlock {
+  F32 of[kStateVectors];
+};
+
+/// An array's elements of a block: where they are read, and where the new ones go.
+struct BlockOfArray {
+  const uint8_t* from = nullptr;
+  uint8_t* to = nullptr;
+  int read = 0, written = 0;  // bytes of an element
+
+  BlockOfArray at(int64_t element) const {
+    return {from ? from + element * read : nullptr, to ? to + element * written : nullptr, read, written};
+  }
+};
+
+/// The arrays of a problem, from the first element of a matrix.
+struct AdamWArrays {
+  enum { kG, kP, kRest, kMu, kNu, kCount };
+  BlockOfArray of[kCount];
+  const uint8_t* exponents[2];
+  uint8_t* new_exponents[2];
+
+  AdamWArrays(const AdamWUpdateProblem& p, int64_t batch) {
+    const auto array = [](const void* from, void* to, int read, int written) {
+      return BlockOfArray{static_cast<const uint8_t*>(from), static_cast<uint8_t*>(to), read, written};
+    };
+    const int weight = p.weight == WeightKind::kFloat32 ? 4 : 2, rest = p.weight == WeightKind::kRest8 ? 1 : 2;
+    of[kG] = array(p.g, nullptr, element_bytes(p.g_type), 0);
+    of[kP] = p.update ? array(p.p, p.update, weight, 4) : array(p.p, p.new_p, weight, weight);
+    of[kRest] = array(p.rest, p.new_rest, rest, rest);
+    for (int i = 0; i < 2; ++i) {
+      const MomentState& m = i == 0 ? p.mu : p.nu;
+      of[kMu + i] = m.codes ? array(m.codes, m.new_codes, 1, 1) : array(m.numbers, m.new_numbers, 4, 4);
+      const int64_t before = batch * p.rows * p.blocks();
+      exponents[i] = m.codes ? m.exponents + before : nullptr;
+      new_exponents[i] = m.codes ? m.new_exponents + before : nullptr;
+    }
+    for (BlockOfArray& a : of) a = a.at(batch * p.rows * p.columns);
+  }
+};
+
+// --- 32 elements
+
+template <bool kSigned>
+JLP_RULE StateBlock decode_state(const uint8_t* codes, uint32_t exponent) {
+  StateBlock x;
+  JLP_UNROLL(8)
+  for (int i = 0; i < kStateVectors; ++i) x.of[i] = state_decode<kSigned, F32>(load_u8(codes + i * kLanes), exponent);
+  return x;
+}
+
+/// The low bytes of the lanes.
+JLP_RULE void store_bytes(uint8_t* to, const U32 (&v)[kStateVectors]) {
+  if constexpr (kStateVectors % 4 == 0) {
+    JLP_UNROLL(2)
+    for (int i = 0; i < kStateVectors; i += 4)
+      store(to + i * kLanes, in_order(pack_bytes(v[i], v[i + 1], v[i + 2], v[i + 3])));
+  } else {
+    JLP_UNROLL(2)
+    for (int i = 0; i < kStateVectors; ++i) store_low_bytes(to + i * kLanes, v[i]);
+  }
+}
+
+/// Returns the exponent. `draws`: of the elements; null: to nearest.
+template <bool kSigned>
+JLP_RULE uint8_t encode_state(const StateBlock& x, const uint16_t* draws, uint8_t* codes) {
+  U32 rank[kStateVectors], most = U32{};
+  JLP_UNROLL(8)
+  for (int i = 0; i < kStateVectors; ++i) {
+    const U32 d = draws ? state_rounding<F32>(load_u16(draws + i * kLanes)) : fill<F32>(kStateToNearest);
+    rank[i] = state_rank<kSigned>(x.of[i], d);
+    most = max_magnitude(most, rank[i]);
+  }
+  const uint32_t exponent = state_exponent(max_lane(most));
+  JLP_UNROLL(8)
+  for (int i = 0; i < kStateVectors; ++i) rank[i] = state_code<kSigned>(x.of[i], rank[i], exponent);
+  store_bytes(codes, rank);
+  return static_cast<uint8_t>(exponent);
+}
+
+JLP_RULE F32 stored(F32 x) { return L::from_bits(stored_bits(x)); }
+
+template <int kBits>
+JLP_RULE StateBlock join_weights(const uint8_t* p, const uint8_t* rest) {
+  StateBlock w;
+  JLP_UNROLL(8)
+  for (int i = 0; i < kStateVectors; ++i) {
+    const U32 low = kBits == 24 ? load_u8(rest + i * kLanes) : load_u16(rest + 2 * i * kLanes);
+    w.of[i] = master_join<kBits, F32>(load_u16(p + 2 * i * kLanes), low);
+  }
+  return w;
+}
+
+template <class E>
+JLP_RULE StateBlock load_block(const uint8_t* from) {
+  StateBlock x;
+  JLP_UNROLL(8)
+  for (int i = 0; i < kStateVectors; ++i)
+    x.of[i] = E::load_lanes(reinterpret_cast<const typename E::Storage*>(from) + i * kLanes);
+  return x;
+}
+
+// --- the pass
+
+/// A matrix as rows of blocks: one row where no element need know its own, nor a block where rows end.
+struct AdamWRows {
+  int64_t columns, blocks, blocks_of_matrix;
+
+  explicit AdamWRows(const AdamWUpdateProblem& p) : columns(p.columns) {
+    const bool coded = p.mu.codes || p.nu.codes, is_one = !p.drawn() && (!coded || p.columns % kStateBlock == 0);
+    if (is_one) columns = p.rows * p.columns;
+    blocks = divide_up(columns, kStateBlock);
+    blocks_of_matrix = is_one ? blocks : p.rows * blocks;
+  }
+};
+
+class AdamWPass {
+ public:
+  static constexpr int kRun = kLanes * kDrawsOfCall / kStateBlock;  // blocks whose draws come from one vector of calls
+
+  AdamWPass(const AdamWUpdateProblem& given, const AdamWRows& rows, int64_t batch)
+      : p(given), rows_(rows), arrays_(given, batch), words_(given.words ? given.words + 6 * batch : nullptr) {
+    memcpy(&scalars_, p.scalars + kAdamWScalars * batch, sizeof scalars_);
+  }
+
+  /// `count` blocks of a row, at most kRun.
+  void run(int64_t row, int64_t block, int count) {
+    if (words_) draw(row, block, count);
+    for (int i = 0; i < count; ++i, ++block) {
+      const int64_t column = block * kStateBlock, left = rows_.columns - column;
+      BlockOfArray at[AdamWArrays::kCount];
+      for (int a = 0; a < AdamWArrays::kCount; ++a) at[a] = arrays_.of[a].at(row * rows_.columns + column);
+      if (left >= kStateBlock)
+        update(at, row * rows_.blocks + block, i * kStateBlock);
+      else
+        update_part(at, static_cast<int>(left), row * rows_.blocks + block, i * kStateBlock);
+    }
+  }
+
+ private:
+  void draw(int64_t row, int64_t block, int count) {
+    U32 eighths = U32{};
+    for (int i = 0; i < kLanes; ++i)
+      if (i / 4 < count) eighths[i] = p.block_numbers[block + i / 4] * 4 + i % 4;
+    const bool drawn[] = {p.mu.stochastic, p.nu.stochastic, p.weight == WeightKind::kDrawn};
+    for (int which = 0; which < 3; ++which) {
+      if (!drawn[which]) continue;
+      U32 counter[4] = {eighths, fill<F32>(p.row_numbers[row]), fill<F32>(kDrawnHalves), U32{}};
+      philox(counter, words_[2 * which], words_[2 * which + 1]);
+      store_in_turns(draws_[which], counter);
+    }
+  }
+
+  /// A row's last block, of fewer elements: the others are zeros, whose codes change no exponent.
+  __attribute__((noinline)) void update_part(const BlockOfArray (&at)[AdamWArrays::kCount], int count, int64_t block,
+                                             int drawn) {
+    alignas(64) uint8_t padded[AdamWArrays::kCount][4 * kStateBlock] = {};
+    BlockOfArray whole[AdamWArrays::kCount];
+    for (int a = 0; a < AdamWArrays::kCount; ++a) {
+      if (at[a].from) memcpy(padded[a], at[a].from, count * at[a].read);
+      whole[a] = {padded[a], padded[a], at[a].read, at[a].written};
+    }
+    update(whole, block, drawn);
+    for (int a = 0; a < AdamWArrays::kCount; ++a)
+      if (at[a].to) memcpy(at[a].to, padded[a], count * at[a].written);
+  }
+
+  /// A block's elements; `block` is its number in the matrix, and `drawn` where its draws begin.
+  __attribute__((always_inline)) void update(const BlockOfArray (&at)[AdamWArrays::kCount], int64_t block, int drawn) {
+    const BlockOfArray &to_p = at[AdamWArrays::kP], &to_mu = at[AdamWArrays::kMu], &to_nu = at[AdamWArrays::kNu];
+    const StateBlock g = p.g_type == ElementType::kBF16 ? load_block<BF16>(at[AdamWArrays::kG].from)
+                                                        : load_block<Float>(at[AdamWArrays::kG].from);
+    const StateBlock old = load_weights(at);
+    StateBlock m = load_moment<true>(to_mu.from, block), v = load_moment<false>(to_nu.from, block), change;
+    JLP_UNROLL(8)
+    for (int i = 0; i < kStateVectors; ++i) {
+      const AdamWStep<F32> step = adamw_step<F32>(g.of[i], m.of[i], v.of[i], old.of[i], scalars_);
+      m.of[i] = step.m, v.of[i] = step.v, change.of[i] = step.update;
+    }
+    store_weights(at, old, change, draws_[2] + drawn);
+    store_moment<true>(p.mu, m, to_mu.to, block, draws_[0] + drawn);
+    store_moment<false>(p.nu, v, to_nu.to, block, draws_[1] + drawn);
+  }
+
+  template <bool kSigned>
+  StateBlock load_moment(const uint8_t* from, int64_t block) const {
+    const uint8_t* exponents = arrays_.exponents[!kSigned];
+    return exponents ? decode_state<kSigned>(from, exponents[block]) : load_block<Float>(from);
+  }
+  template <bool kSigned>
+  void store_moment(const MomentState& moment, const StateBlock& x, uint8_t* to, int64_t block, const uint16_t* draws) {
+    if (uint8_t* exponents = arrays_.new_exponents[!kSigned]) {
+      exponents[block] = encode_state<kSigned>(x, moment.stochastic ? draws : nullptr, to);
+      return;
+    }
+    for (int i = 0; i < kStateVectors; ++i) store(to + 4 * i * kLanes, stored(x.of[i]));
+  }
+
+  StateBlock load_weights(const BlockOfArray (&at)[AdamWArrays::kCount]) const {
+    const uint8_t *from = at[AdamWArrays::kP].from, *rest = at[AdamWArrays::kRest].from;
+    switch (p.weight) {
+      case WeightKind::kFloat32: return load_block<Float>(from);
+      case WeightKind::kRest16: return join_weights<32>(from, rest);
+      case WeightKind::kRest8: return join_weights<24>(from, rest);
+      default: return load_block<BF16>(from);
+    }
+  }
+
+  /// The weight that is changed, or its change.
+  void store_weights(const BlockOfArray (&at)[AdamWArrays::kCount], const StateBlock& old, const StateBlock& change,
+                     const uint16_t* draws) {
+    const BlockOfArray& to = at[AdamWArrays::kP];
+    if (p.weight == WeightKind::kFloat32) {
+      for (int i = 0; i < kStateVectors; ++i)
+        store(to.to + 4 * i * kLanes, stored(p.update ? change.of[i] : old.of[i] + change.of[i]));
+      return;
+    }
+    U32 upper[kStateVectors], rest[kStateVectors];
+    const auto each = [&](auto part) {
+      JLP_UNROLL(8)
+      for (int i = 0; i < kStateVectors; ++i) {
+        const MasterParts<F32> parts = part(old.of[i] + change.of[i], i);
+        upper[i] = parts.parameter, rest[i] = parts.rest;
+      }
+    };
+    switch (p.weight) {
+      case WeightKind::kRest16:
+        each([](F32 w, int) { return master_split<32>(w); });
+        for (int i = 0; i < kStateVectors; ++i) store_u16(at[AdamWArrays::kRest].to + 2 * i * kLanes, rest[i]);
+        break;
+      case WeightKind::kRest8:
+        each([](F32 w, int) { return master_split<24>(w); });
+        store_bytes(at[AdamWArrays::kRest].to, rest);
+        break;
+      case WeightKind::kDrawn:
+        each([&](F32 w, int i) { return MasterParts<F32>{master_drawn(w, load_u16(draws + i * kLanes)), U32{}}; });
+        break;
+      default: each([](F32 w, int) { return MasterParts<F32>{master_nearest(w), U32{}}; });
+    }
+    if (!p.update) {
+      for (int i = 0; i < kStateVectors; ++i) store_u16(to.to + 2 * i * kLanes, upper[i]);
+      return;
+    }
+    const StateBlock before = load_block<BF16>(to.from);
+    for (int i = 0; i < kStateVectors; ++i) store(to.to + 4 * i * kLanes, stored(bf16_decode<F32>(upper[i]) - before.of[i]));
+  }
+
+  const AdamWUpdateProblem& p;
+  const AdamWRows rows_;
+  const AdamWArrays arrays_;
+  const uint32_t* words_;
+  AdamWScalars scalars_;
+  alignas(64) uint16_t draws_[3][kRun * kStateBlock];
+};
+
+struct AdamWUpdate {
+  static int64_t chunks_per_matrix(const AdamWUpdateProblem& p) {
+    return divide_up(AdamWRows(p).blocks_of_matrix, blocks_of_chunk(p));
+  }
+
+  static void chunk(const AdamWUpdateProblem& p, int64_t batch, int64_t chunk) {
+    const AdamWRows rows(p);
+    AdamWPass pass(p, rows, batch);
+    const int64_t first = chunk * blocks_of_chunk(p);
+    const int64_t last = std::min(first + blocks_of_chunk(p), rows.blocks_of_matrix);
+    int64_t row = first / rows.blocks, block = first % rows.blocks;
+    for (int64_t at = first; at < last;) {
+      const int64_t count = std::min({int64_t{AdamWPass::kRun}, rows.blocks - block, last - at});
+      pass.run(row, block, static_cast<int>(count));
+      at += count, block += count;
+      if (block == rows.blocks) block = 0, ++row;
+    }
+  }
+
+ private:
+  static int64_t blocks_of_chunk(const AdamWUpdateProblem& p) { return elements_of_chunk(p.rows * p.columns) / kStateBlock; }
+};
+
+}  // namespace JLP_ISA
+}  // namespace jaxlowprec

@@ -1,0 +1,136 @@
+// Optimizer states in 8 bits, master weights and AdamW (numerics.md 19).
+//
+// The step's arithmetic needs a mode in which subnormal numbers count as zero: -ftz on the device, and
+// cpu/flush_denormals.h on hosts. All else is integer operations on the bits of float32.
+#pragma once
+
+#include "float16.h"
+#include "lanes.h"
+
+namespace jaxlowprec {
+
+// --- draws: 16 random bits for each element
+
+constexpr int kDrawsOfCall = 8;        // half-words that a call of Philox gives, for an eighth of a row
+constexpr uint32_t kDrawnHalves = 13;  // the third word of its counter (eighth, row, kDrawnHalves, 0)
+
+// --- states
+
+constexpr int kStateBlock = 32;         // elements of a row that share an exponent
+constexpr uint32_t kStatePoison = 255;  // the exponent of a block that decodes to NaN
+constexpr int kStateDropped = 20;       // bits of float32 below the three of the mantissa that are kept
+constexpr uint32_t kStateInfinity = kInfinityBits >> kStateDropped;
+constexpr uint32_t kStateToNearest = 1u << (kStateDropped - 1);
+
+/// The code that stands for the upper bits 8 e + 7, the largest of a block of exponent e.
+template <bool kSigned>
+constexpr uint32_t kStateTop = kSigned ? 127 : 255;
+
+/// d of stochastic rounding, of a draw.
+template <class F>
+JLP_RULE Uint<F> state_rounding(Uint<F> draw) {
+  return (draw << (kStateDropped - 16)) + (1u << (kStateDropped - 17));
+}
+
+/// r: the upper bits that |x| is rounded to; 0 for zero. `d` is kStateToNearest or state_rounding's.
+template <bool kSigned, class F>
+JLP_RULE Uint<F> state_rank(F x, Uint<F> d) {
+  const Uint<F> b = magnitude(x);
+  const Uint<F> rounded = (b + d) >> kStateDropped, largest = fill<F>(kStateInfinity - 1),
+                infinity = fill<F>(kStateInfinity);
+  const Uint<F> finite = rounded < largest ? rounded : largest;
+  Uint<F> rank = b < kInfinityBits ? finite : infinity;
+  if (!kSigned) rank = (Lanes<F>::bits(x) & kSignBit) != 0u ? infinity : rank;
+  return b < kMinNormalBits ? fill<F>(0) : rank;
+}
+
+/// The exponent of a block from its largest rank.
+JLP_RULE uint32_t state_exponent(uint32_t largest_rank) { return largest_rank >> 3; }
+
+template <bool kSigned, class F>
+JLP_RULE Uint<F> state_code(F x, Uint<F> rank, uint32_t exponent) {
+  constexpr uint32_t kLeast = kSigned ? 0 : 1;
+  const uint32_t first = 8 * exponent + 7;
+  const Uint<F> lifted = rank + kStateTop<kSigned>, least = fill<F>(first + kLeast);
+  const Uint<F> magnitude = (lifted > least ? lifted : least) - first;
+  const Uint<F> code = rank == 0u ? fill<F>(0) : magnitude;
+  if (!kSigned) return code;
+  return code | (code != 0u ? (Lanes<F>::bits(x) & kSignBit) >> 24 : fill<F>(0));
+}
+
+template <bool kSigned, class F>
+JLP_RULE F state_decode(Uint<F> code, uint32_t exponent) {
+  const Uint<F> magnitude = kSigned ? code & 127u : code;
+  const Uint<F> lifted = magnitude + (8 * exponent + 7), least = fill<F>(kStateTop<kSigned> + 8);  // 8: those of 2^-126
+  const Uint<F> upper = (lifted > least ? lifted : least) - kStateTop<kSigned>;
+  Uint<F> bits = magnitude == 0u ? fill<F>(0) : upper << kStateDropped;
+  if (kSigned) bits = bits | ((code >> 7) << 31);
+  return Lanes<F>::from_bits(exponent == kStatePoison ? fill<F>(kNaNBits) : bits);
+}
+
+// --- weights
+
+/// The bits of x as they are stored: every NaN is the same one.
+template <class F>
+JLP_RULE Uint<F> stored_bits(F x) {
+  return magnitude(x) > kInfinityBits ? fill<F>(kNaNBits) : Lanes<F>::bits(x);
+}
+
+/// A weight taken apart: the bits of a bfloat16, and the low 8 or 16 bits of a remainder.
+template <class F>
+struct MasterParts {
+  Uint<F> parameter, rest;
+};
+
+/// `rest`: its low 16 bits, or with 24 bits its 8; those above are not read.
+template <int kBits, class F>
+JLP_RULE F master_join(Uint<F> parameter, Uint<F> rest) {
+  static_assert(kBits == 32 || kBits == 24, "others have no remainder");
+  const Uint<F> low = (kBits == 24 ? rest << 8 : rest) & 0xFFFFu;
+  return Lanes<F>::from_bits((parameter << 16) + ((low ^ 0x8000u) - 0x8000u));
+}
+
+template <int kBits, class F>
+JLP_RULE MasterParts<F> master_split(F weight) {
+  static_assert(kBits == 32 || kBits == 24, "others have no remainder");
+  Uint<F> b = stored_bits(weight);
+  if (kBits == 24) b = magnitude(weight) < kInfinityBits ? (b + 0x80u) & 0xFFFFFF00u : b;
+  const Uint<F> upper = (b + 0x8000u) >> 16, rest = b - (upper << 16);
+  return {upper, (kBits == 24 ? rest >> 8 : rest) & (kBits == 24 ? 0xFFu : 0xFFFFu)};
+}
+
+/// The bfloat16 of a weight that is rounded by its draw.
+template <class F>
+JLP_RULE Uint<F> master_drawn(F weight, Uint<F> draw) {
+  const Uint<F> b = stored_bits(weight);
+  return (magnitude(weight) < kInfinityBits ? b + draw : b) >> 16;
+}
+
+/// The nearest bfloat16 of a weight, ties to even.
+template <class F>
+JLP_RULE Uint<F> master_nearest(F weight) {
+  return bf16_encode(Lanes<F>::from_bits(stored_bits(weight)));
+}
+
+// --- AdamW
+
+struct AdamWScalars {
+  float b1, c1, b2, c2, k1, k2, epsilon, weight_decay, minus_rate;
+};
+constexpr int kAdamWScalars = 9;
+
+/// The new moments and the update of a weight; NaN may be any of its kind.
+template <class F>
+struct AdamWStep {
+  F m, v, update;
+};
+
+template <class F>
+JLP_RULE AdamWStep<F> adamw_step(F g, F m, F v, F weight, const AdamWScalars& s) {
+  m = g * s.c1 + m * s.b1;
+  v = (g * g) * s.c2 + v * s.b2;
+  const F u = (m / s.k1) / (Lanes<F>::root(v / s.k2) + s.epsilon);
+  return {m, v, (u + weight * s.weight_decay) * s.minus_rate};
+}
+
+}  // namespace jaxlowprec
