@@ -8,6 +8,7 @@
 #include "../../xla_ffi/numerics/hadamard.h"
 #include "../../xla_ffi/numerics/lanes.h"
 #include "../../xla_ffi/numerics/nvfp4.h"
+#include "../../xla_ffi/numerics/optimizer_states.h"
 #include "../../xla_ffi/numerics/philox.h"
 
 namespace jaxlowprec {
@@ -69,10 +70,28 @@ __host__ __device__ void apply_philox(uint32_t bits, Store store) {
   for (const uint32_t word : counter) store(word);
 }
 
+template <bool kSigned, class Store>
+__host__ __device__ void apply_state(float x, uint32_t bits, Store store) {
+  const uint32_t rank = state_rank<kSigned>(x, state_rounding<float>(bits & 0xFFFFu)), exponent = state_exponent(rank);
+  store(rank), store(exponent), store(state_rank<kSigned>(x, kStateToNearest));
+  store(state_code<kSigned>(x, rank, exponent)), store(state_decode<kSigned, float>(bits & 0xFFu, exponent));
+}
+
+template <class Store>
+__host__ __device__ void apply_optimizer(float x, uint32_t bits, Store store) {
+  apply_state<true>(x, bits, store), apply_state<false>(x, bits, store);
+  store(master_split<32>(x).rest), store(master_split<24>(x).parameter);
+  store(master_join<32, float>(bits >> 16, bits)), store(master_join<24, float>(bits >> 16, bits));
+  store(master_drawn(x, bits & 0xFFFFu)), store(master_nearest(x));
+  const AdamWStep<float> step = adamw_step(x, x, x, x, {0.9f, 0.1f, 0.999f, 0.001f, 0.1f, 0.001f, 1e-8f, 0.1f, -1e-3f});
+  store(step.m), store(step.v), store(step.update), store(kAdamWScalars), store(kStateBlock), store(kStatePoison);
+  store(kDrawsOfCall), store(kDrawnHalves);
+}
+
 template <class Store>
 __host__ __device__ void apply_all(float x, uint32_t bits, Store store) {
   apply_formats(x, bits, store), apply_nvfp4(x, bits, store), apply_philox(bits, store);
-  apply_mx_and_float8_scales(x, bits, store);
+  apply_mx_and_float8_scales(x, bits, store), apply_optimizer(x, bits, store);
   apply_hadamard<16>(x, store), apply_hadamard<32>(x, store), apply_hadamard<64>(x, store);
   apply_hadamard<128>(x, store), apply_hadamard<256>(x, store);
 }

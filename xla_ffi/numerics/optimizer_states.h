@@ -14,6 +14,14 @@ namespace jaxlowprec {
 constexpr int kDrawsOfCall = 8;        // half-words that a call of Philox gives, for an eighth of a row
 constexpr uint32_t kDrawnHalves = 13;  // the third word of its counter (eighth, row, kDrawnHalves, 0)
 
+// --- stored numbers
+
+/// The bits of x as they are stored: every NaN is the same one.
+template <class F>
+JLP_RULE Uint<F> stored_bits(F x) {
+  return magnitude(x) > kInfinityBits ? fill<F>(kNaNBits) : Lanes<F>::bits(x);
+}
+
 // --- states
 
 constexpr int kStateBlock = 32;         // elements of a row that share an exponent
@@ -55,7 +63,7 @@ JLP_RULE Uint<F> state_code(F x, Uint<F> rank, uint32_t exponent) {
   const Uint<F> magnitude = (lifted > least ? lifted : least) - first;
   const Uint<F> code = rank == 0u ? fill<F>(0) : magnitude;
   if (!kSigned) return code;
-  return code | (code != 0u ? (Lanes<F>::bits(x) & kSignBit) >> 24 : fill<F>(0));
+  return code | (code != 0u ? (stored_bits(x) & kSignBit) >> 24 : fill<F>(0));
 }
 
 template <bool kSigned, class F>
@@ -69,12 +77,6 @@ JLP_RULE F state_decode(Uint<F> code, uint32_t exponent) {
 }
 
 // --- weights
-
-/// The bits of x as they are stored: every NaN is the same one.
-template <class F>
-JLP_RULE Uint<F> stored_bits(F x) {
-  return magnitude(x) > kInfinityBits ? fill<F>(kNaNBits) : Lanes<F>::bits(x);
-}
 
 /// A weight taken apart: the bits of a bfloat16, and the low 8 or 16 bits of a remainder.
 template <class F>

@@ -98,7 +98,7 @@ def adamw_update(
     words = _fits("words", words, (3, 2) if draws else None, jnp.uint32)
     if draws and (axes := varying_axes(p)):
         raise ValueError(
-            f"{_WHO}: an array of shape {p.shape} differs along the mesh axes {sorted(axes)} of a shard_map; stochastic "
+            f"{_WHO}: p of shape {p.shape} differs along the mesh axes {sorted(axes)} of a shard_map; stochastic "
             "rounding draws by places in the whole array: update outside of jax.shard_map"
         )
     spec = UpdateSpec(

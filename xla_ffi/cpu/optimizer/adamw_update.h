@@ -182,7 +182,7 @@ class AdamWPass {
 
   /// A block's elements; `block` is its number in the matrix, and `drawn` where its draws begin.
   __attribute__((always_inline)) void update(const BlockOfArray (&at)[AdamWArrays::kCount], int64_t block, int drawn) {
-    const BlockOfArray &to_p = at[AdamWArrays::kP], &to_mu = at[AdamWArrays::kMu], &to_nu = at[AdamWArrays::kNu];
+    const BlockOfArray &to_mu = at[AdamWArrays::kMu], &to_nu = at[AdamWArrays::kNu];
     const StateBlock g = p.g_type == ElementType::kBF16 ? load_block<BF16>(at[AdamWArrays::kG].from)
                                                         : load_block<Float>(at[AdamWArrays::kG].from);
     const StateBlock old = load_weights(at);

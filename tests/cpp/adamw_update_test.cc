@@ -1,0 +1,71 @@
+// AdamW's update of every instruction set: the bytes of its definition, whatever is kept in which way.
+#include "adamw_data.h"
+#include "kernel_runs.h"
+
+namespace jaxlowprec {
+namespace {
+
+struct Size {
+  int64_t batch, rows, columns;
+};
+
+void check_against_reference(const AdamWVariant& variant, Size size, Data data, std::mt19937& random) {
+  const check::Given given(variant.name() + " of " + std::to_string(size.batch) + ", " + std::to_string(size.rows) + ", " +
+                           std::to_string(size.columns) + " data " + std::to_string(static_cast<int>(data)));
+  const AdamWData before(variant, size.batch, size.rows, size.columns, data, random);
+  AdamWData expected = before;
+  reference::adamw_update(expected.problem());
+  for_all_runs([&](const Kernels& k, bool scrambled) {
+    AdamWData found = before;
+    run_chunks(k, found.problem(), scrambled);
+    for (size_t i = 0; i < found.results().size(); ++i) {
+      const auto [name, bytes] = found.results()[i];
+      const auto& wanted = *expected.results()[i].second;
+      const auto at = std::mismatch(bytes->begin(), bytes->end(), wanted.begin(), wanted.end()).first - bytes->begin();
+      const check::Given of(std::string(name) + " at byte " + std::to_string(at));
+      CHECK(*bytes == wanted);
+    }
+  });
+}
+
+TEST(every_variant_has_the_bytes_of_its_definition) {
+  std::mt19937 random(1);
+  for (const AdamWVariant& variant : adamw_variants()) {
+    if (kReduced && random() % 4) continue;
+    check_against_reference(variant, {1, 3, 96}, Data::kNormal, random);
+    check_against_reference(variant, {2, 3, 104}, Data::kSparse, random);
+  }
+}
+
+TEST(every_size_of_rows) {
+  std::mt19937 random(2);
+  const std::vector<AdamWVariant> variants = adamw_variants();
+  for (const int64_t columns : {1, 8, 31, 32, 33, 63, 64, 100, 127, 128, 129, 300})
+    for (int i = 0; i < (kReduced ? 2 : 12); ++i)
+      check_against_reference(variants[random() % variants.size()], {1, 1 + static_cast<int64_t>(random() % 5), columns},
+                              Data::kNormal, random);
+}
+
+TEST(hostile_numbers) {
+  std::mt19937 random(3);
+  const std::vector<AdamWVariant> variants = adamw_variants();
+  for (const Data data :
+       {Data::kWide, Data::kZero, Data::kNaN, Data::kInfinity, Data::kNegativeZero, Data::kAnyBits, Data::kExponents})
+    for (int i = 0; i < (kReduced ? 3 : 40); ++i)
+      check_against_reference(variants[random() % variants.size()], {1, 4, 160}, data, random);
+}
+
+TEST(more_than_one_chunk) {
+  std::mt19937 random(4);
+  constexpr auto kStochastic = MomentKind::kStochastic, kFloat32 = MomentKind::kFloat32;
+  const int64_t rows = kSanitized || kReduced ? 33 : 70;
+  check_against_reference({ElementType::kBF16, WeightKind::kRest16, kStochastic, kStochastic, false}, {1, rows, 1037},
+                          Data::kNormal, random);
+  check_against_reference({ElementType::kF32, WeightKind::kFloat32, kFloat32, kFloat32, false}, {1, rows, 1037},
+                          Data::kNormal, random);
+  check_against_reference({ElementType::kBF16, WeightKind::kDrawn, MomentKind::kNearest, kFloat32, true}, {2, rows, 1024},
+                          Data::kNormal, random);
+}
+
+}  // namespace
+}  // namespace jaxlowprec

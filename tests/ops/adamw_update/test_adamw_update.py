@@ -1,0 +1,172 @@
+"""AdamW's update: the bytes of the specification, whatever the states, the weights and the program."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxlowprec.ops.adamw_update import adamw_update, reference
+from jaxlowprec.ops.optimizer_states import Coded
+from tests.helpers import assert_same_bytes
+from tests.numpy_oracle import optimizer_states as oracle
+from tests.ops.adamw_update.cases import CODES, SCALARS, WEIGHTS, WORDS, expected, numbers, operands
+from tests.ops.implementations import ByKernels, ByReference, with_options
+
+SHAPES = ((8, 64), (6, 104), (7, 1), (5, 31), (4, 33), (2, 3, 40), (96,), (1,))
+SOME = (  # each rounding of each moment, each way to keep weights, each type of gradients, both results
+    (("stochastic", "stochastic"), jnp.bfloat16, 32, jnp.bfloat16, False),
+    (("stochastic", "stochastic"), jnp.bfloat16, 24, np.float32, True),
+    (("nearest", "nearest"), jnp.bfloat16, 24, jnp.bfloat16, False),
+    ((None, "stochastic"), jnp.bfloat16, 16, jnp.bfloat16, False),
+    (("nearest", None), jnp.bfloat16, 16, np.float32, True),
+    (("stochastic", "nearest"), np.float32, None, np.float32, False),
+    ((None, None), np.float32, None, np.float32, False),
+    ((None, None), np.float32, None, jnp.bfloat16, True),
+    ((None, None), jnp.bfloat16, None, jnp.bfloat16, False),
+    (("nearest", "stochastic"), jnp.bfloat16, None, np.float32, True),
+)
+
+
+def name_of(value):
+    return getattr(value, "__name__", None) or str(value)
+
+
+class UpdateCases:
+    def update(self, args, codes, bits, is_update=False):
+        result = "update" if is_update else "parameter"
+        run = with_options(adamw_update, self.implementation, codes=codes, bits=bits, result=result)
+        return run(*args)
+
+    @pytest.mark.parametrize(("codes", "p_dtype", "bits", "g_dtype", "is_update"), SOME, ids=name_of)
+    def test_bytes_are_those_of_the_specification(self, codes, p_dtype, bits, g_dtype, is_update):
+        for seed, shape in enumerate(self.shapes):
+            args = operands(shape, codes, p_dtype, bits, g_dtype, 10 * seed)
+            found = self.update(args, codes, bits, is_update)
+            assert_same_bytes(tuple(found), expected(args, codes, bits, is_update))
+
+    def test_moments_of_zeros_and_gradients_of_zeros_stay(self):
+        """So does v exactly: 1 / (sqrt(0) + eps) of a number that is not 0 would explode."""
+        codes = ("stochastic", "stochastic")
+        g, p, rest, mu, nu, *others = operands((4, 64), codes, jnp.bfloat16, 32, hostile=False)
+        zero = Coded(np.zeros_like(mu.codes), np.zeros_like(mu.exponents))
+        scalars = SCALARS.copy()
+        scalars[7] = 0  # no weight decay
+        found = self.update((np.zeros_like(g), p, rest, zero, zero, scalars, WORDS), codes, 32)
+        assert_same_bytes(tuple(found), (p, rest, zero, zero))
+
+    def test_one_gradient_that_is_nan_poisons_one_block(self):
+        codes = ("stochastic", "stochastic")
+        args = operands((4, 96), codes, jnp.bfloat16, 32, hostile=False)
+        args[0][1, 40] = np.nan
+        found = self.update(args, codes, 32)
+        for moment in (found.mu, found.nu):
+            poisoned = np.asarray(moment.exponents) == 255
+            assert poisoned[1, 1] and poisoned.sum() == 1
+        assert np.isnan(np.asarray(found.parameter).astype(np.float32)).sum() == 1
+
+    def test_a_tiny_gradient_has_a_bounded_update(self):
+        """Squares of 1e-12 are far below all other moments, but not 0: 1 / sqrt(v) does not explode."""
+        codes = ("stochastic", "nearest")
+        g, p, rest, mu, nu, scalars, words = operands((8, 64), codes, np.float32, None, hostile=False)
+        zero = Coded(np.zeros_like(mu.codes), np.zeros_like(mu.exponents))
+        scalars = np.array([0.9, 0.1, 0.95, 0.05, 0.1, 0.05, 0, 0, -1.0], np.float32)
+        tiny = np.where(g < 0, np.float32(-1e-12), np.float32(1e-12))
+        found = self.update((tiny, p, rest, zero, zero, scalars, words), codes, None, True)
+        assert (np.asarray(found.nu.codes) > 0).all()
+        np.testing.assert_allclose(np.abs(found.parameter), 1, rtol=1e-5)
+
+    def test_an_array_without_axes(self):
+        args = operands((), (None, None), np.float32, None)
+        assert_same_bytes(tuple(self.update(args, (None, None), None)), expected(args, (None, None), None))
+
+
+class TestReference(UpdateCases, ByReference):
+    shapes = SHAPES[1:6:4]
+
+    def test_a_program_and_its_operations_one_by_one_agree(self):
+        """XLA contracts products with sums and merges divisions, unless the reference keeps them apart."""
+        shape, codes = (64, 96), ("stochastic", "stochastic")
+        args = operands(shape, codes, jnp.bfloat16, 32, hostile=False)
+        rows, blocks = np.arange(64, dtype=np.uint32), np.arange(3, dtype=np.uint32)
+        options = {"stochastic": (True, True), "bits": 32, "is_update": False}
+
+        def update(g, p, rest, mu, nu, scalars, words):
+            places = reference.Places(words, rows, blocks)
+            return reference.adamw_update(g, p, scalars, rest, mu, nu, places, **options)
+
+        given = jax.tree.map(jnp.asarray, args)
+        wanted = expected(args, codes, 32)
+        assert_same_bytes(update(*given), wanted)
+        assert_same_bytes(jax.jit(update)(*given), wanted)
+
+    def test_what_is_computed_around_it_changes_no_bit(self):
+        codes = (None, None)
+        args = operands((128, 128), codes, np.float32, None, hostile=False)
+        step = functools.partial(adamw_update, codes=codes, implementation="reference")
+
+        @jax.jit
+        def program(g, p, mu, nu, scalars):
+            double = lambda x: (x + x) * 0.5  # noqa: E731
+            new = step(double(g), double(p), None, double(mu), double(nu), scalars * 1.0, None)
+            return new.parameter + 0.0, new.mu * 1.0, new.nu * 1.0
+
+        wanted = expected(args, codes, None)
+        found = program(args[0], args[1], args[3], args[4], args[5])
+        assert_same_bytes(found, (wanted[0], *wanted[2:]))
+
+
+class TestKernels(UpdateCases, ByKernels):
+    shapes = SHAPES
+
+    @pytest.mark.parametrize("codes", CODES, ids=str)
+    @pytest.mark.parametrize(("p_dtype", "bits"), WEIGHTS, ids=name_of)
+    def test_every_way_to_keep_states_and_weights(self, codes, p_dtype, bits):
+        for seed, g_dtype in enumerate((np.float32, jnp.bfloat16)):
+            for is_update in (False, True):
+                args = operands((9, 136), codes, p_dtype, bits, g_dtype, 100 + seed)
+                found = self.update(args, codes, bits, is_update)
+                assert_same_bytes(tuple(found), expected(args, codes, bits, is_update))
+
+    def test_every_upper_half_of_float32_as_gradient(self):
+        g = (np.arange(1 << 16, dtype=np.uint32) << 16).view(np.float32)
+        for seed, order in enumerate((g, np.random.default_rng(0).permutation(g))):
+            for codes in (("stochastic", "stochastic"), ("nearest", "nearest"), (None, None)):
+                args = operands((1 << 11, 32), codes, np.float32, None, seed=seed, hostile=False)
+                args = (order.reshape(1 << 11, 32), *args[1:])
+                assert_same_bytes(tuple(self.update(args, codes, None)), expected(args, codes, None))
+
+    def test_every_upper_half_of_float32_as_weight(self):
+        weight = (np.arange(1 << 16, dtype=np.uint32) << 16).view(np.float32).reshape(1 << 11, 32)
+        for bits in (None, 16, 24, 32):
+            args = operands(weight.shape, (None, None), jnp.bfloat16, bits, hostile=False)
+            args = (args[0], weight.astype(jnp.bfloat16), *args[2:])
+            for is_update in (False, True):
+                found = self.update(args, (None, None), bits, is_update)
+                assert_same_bytes(tuple(found), expected(args, (None, None), bits, is_update))
+
+    def test_a_long_run_stays_with_the_oracle(self):
+        """Ten steps, each from the bytes of the last."""
+        codes = ("stochastic", "stochastic")
+        args = list(operands((16, 96), codes, jnp.bfloat16, 24, hostile=False))
+        other = list(args)
+        for i in range(10):
+            g = numbers((16, 96), 50 + i, 1e-3, hostile=False)
+            words = WORDS + np.uint32(i)
+            args[0], args[6], other[0], other[6] = g, words, g, words
+            args[1:5] = self.update(tuple(args), codes, 24)
+            other[1:5] = expected(tuple(other), codes, 24)
+            assert_same_bytes(tuple(args[1:5]), tuple(other[1:5]))
+
+
+def test_rows_count_over_all_leading_axes():
+    """The draws of [2, 3, C] are those of [6, C]."""
+    codes = ("stochastic", "stochastic")
+    args = operands((6, 40), codes, jnp.bfloat16, 16, hostile=False)
+    stacked = jax.tree.map(lambda x: x.reshape(2, 3, x.shape[-1]) if x.shape[:1] == (6,) else x, args)
+    whole = adamw_update(*args, codes=codes, bits=16)
+    found = adamw_update(*stacked, codes=codes, bits=16)
+    assert_same_bytes(jax.tree.map(lambda x: x.reshape(6, x.shape[-1]), found), whole)
+    draws = oracle.half_words((2, 3, 40), WORDS[0])
+    np.testing.assert_array_equal(draws.reshape(6, 40), oracle.half_words((6, 40), WORDS[0]))
