@@ -109,8 +109,8 @@ def main() -> None:
         memory = {"ours": side.temporaries(), "theirs": other.temporaries()}
         found.append({"case": name, "ns": each, "ratio": ratio, "target": TARGET, "temporary_bytes": memory})
         print(
-            f"{name:42} {each['ours']['min']:6.2f} ns, optax {each['theirs']['min']:6.2f} ns: {ratio['min']:5.2f} of its "
-            f"time (median {ratio['median']:.2f}); temporaries {memory['ours']:.3f} and {memory['theirs']:.3f} B",
+            f"{name:42} {each['ours']['min']:6.2f} ns, optax {each['theirs']['min']:6.2f} ns: {ratio['min']:5.2f} of "
+            f"its time (median {ratio['median']:.2f}); temporaries {memory['ours']:.3f} and {memory['theirs']:.3f} B",
             flush=True,
         )
     if options.save:

@@ -19,6 +19,7 @@ THREADS = 3
 _DTYPES = {
     "bool": 1,
     "int8": 2,
+    "int16": 3,
     "int32": 4,
     "int64": 5,
     "uint8": 6,

@@ -52,7 +52,7 @@ def draws_at(rows: jax.Array, eighths: jax.Array, words: jax.Array, columns: int
     zero = jnp.zeros_like(rows + eighths)
     four = philox4x32((eighths + zero, rows + zero, zero + _U32(_HALVES), zero), (words[..., 0], words[..., 1]))
     halves = jnp.stack([half for word in four for half in (word & _U32(0xFFFF), word >> 16)], axis=-1)
-    halves = halves.reshape(*halves.shape[:-2], -1)
+    halves = halves.reshape(*halves.shape[:-2], halves.shape[-2] * EIGHTH)
     return halves if columns == halves.shape[-1] else halves[..., :columns]
 
 

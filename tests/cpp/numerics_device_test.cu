@@ -72,7 +72,8 @@ __host__ __device__ void apply_philox(uint32_t bits, Store store) {
 
 template <bool kSigned, class Store>
 __host__ __device__ void apply_state(float x, uint32_t bits, Store store) {
-  const uint32_t rank = state_rank<kSigned>(x, state_rounding<float>(bits & 0xFFFFu)), exponent = state_exponent(rank);
+  const uint32_t rank = state_rank<kSigned>(x, state_rounding<float>(bits & 0xFFFFu)),
+                 exponent = state_exponent<float>(rank);
   store(rank), store(exponent), store(state_rank<kSigned>(x, kStateToNearest));
   store(state_code<kSigned>(x, rank, exponent)), store(state_decode<kSigned, float>(bits & 0xFFu, exponent));
 }

@@ -121,8 +121,8 @@ def rounded(x):
 
     Sums, products, quotients and roots of float32 numbers may be rounded to float64 first: that changes no float32.
     """
-    x = np.asarray(x, np.float64)
-    with np.errstate(over="ignore", under="ignore"):
+    with np.errstate(all="ignore"):
+        x = np.asarray(x, np.float64)
         below = (np.abs(x) < 2.0**-120) & (np.abs(np.float32(x * 2.0**100)) < 2.0**-26)
         return np.where(below, np.copysign(0, x), x.astype(np.float32)).astype(np.float64)
 

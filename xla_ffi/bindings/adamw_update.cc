@@ -20,7 +20,7 @@ struct Taken {
     return found.has_value() ? memory(*found, type, count) : refused();
   }
   void* made(ffi::DataType type, int64_t count) {
-    const auto found = results.get<ffi::AnyBuffer>(result++);
+    auto found = results.get<ffi::AnyBuffer>(result++);
     return found.has_value() ? memory(**found, type, count) : refused();
   }
   /// Whether the next argument has numbers of that type.

@@ -53,13 +53,15 @@ JLP_RULE Uint<F> state_rank(F x, Uint<F> d) {
 }
 
 /// The exponent of a block from its largest rank.
-JLP_RULE uint32_t state_exponent(uint32_t largest_rank) { return largest_rank >> 3; }
+template <class F>
+JLP_RULE Uint<F> state_exponent(Uint<F> largest_rank) {
+  return largest_rank >> 3;
+}
 
 template <bool kSigned, class F>
-JLP_RULE Uint<F> state_code(F x, Uint<F> rank, uint32_t exponent) {
-  constexpr uint32_t kLeast = kSigned ? 0 : 1;
-  const uint32_t first = 8 * exponent + 7;
-  const Uint<F> lifted = rank + kStateTop<kSigned>, least = fill<F>(first + kLeast);
+JLP_RULE Uint<F> state_code(F x, Uint<F> rank, Uint<F> exponent) {
+  const Uint<F> first = (exponent << 3) + 7u, least = first + (kSigned ? 0u : 1u);
+  const Uint<F> lifted = rank + kStateTop<kSigned>;
   const Uint<F> magnitude = (lifted > least ? lifted : least) - first;
   const Uint<F> code = rank == 0u ? fill<F>(0) : magnitude;
   if (!kSigned) return code;

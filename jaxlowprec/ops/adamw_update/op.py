@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxlowprec import wiring
 from jaxlowprec.ops.adamw_update import reference
@@ -128,7 +129,7 @@ def native_call(spec: UpdateSpec, *operands: jax.Array, vmap_method: str | None 
         vmap_method=vmap_method,
     )(
         *operands,
-        bits=spec.bits or 0,
+        bits=np.int32(spec.bits or 0),
         stochastic_mu=spec.stochastic[0],
         stochastic_nu=spec.stochastic[1],
         is_update=spec.is_update,

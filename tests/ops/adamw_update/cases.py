@@ -41,12 +41,8 @@ def operands(shape, codes, p_dtype, bits, g_dtype=np.float32, seed=0, hostile=Tr
     if hostile and shape and shape[-1] > 1:
         moments[1].reshape(-1, shape[-1])[-1, 1] = -1e-3  # a second moment below 0 is an error: NaN
     for i, rounding in enumerate(codes):
-        if rounding is not None and shape:
+        if rounding is not None:
             moments[i] = Coded(*oracle.encode_relative(moments[i], i == 0))
-        elif rounding is not None:
-            moments[i] = Coded(
-                *(a.reshape(s) for a, s in zip(oracle.encode_relative(moments[i][None], i == 0), ((), (1,))))
-            )
     return g, p, rest, *moments, SCALARS, WORDS if bits == 16 or "stochastic" in codes else None
 
 

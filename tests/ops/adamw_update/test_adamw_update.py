@@ -141,7 +141,7 @@ class TestKernels(UpdateCases, ByKernels):
         weight = (np.arange(1 << 16, dtype=np.uint32) << 16).view(np.float32).reshape(1 << 11, 32)
         for bits in (None, 16, 24, 32):
             args = operands(weight.shape, (None, None), jnp.bfloat16, bits, hostile=False)
-            args = (args[0], weight.astype(jnp.bfloat16), *args[2:])
+            args = (args[0], (weight.view(np.uint32) >> 16).astype(np.uint16).view(jnp.bfloat16), *args[2:])
             for is_update in (False, True):
                 found = self.update(args, (None, None), bits, is_update)
                 assert_same_bytes(tuple(found), expected(args, (None, None), bits, is_update))

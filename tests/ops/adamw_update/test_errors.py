@@ -20,6 +20,7 @@ def call(at=None, value=None, codes=CODES, bits=32, **options):
 
 
 ZEROS, BYTES = np.zeros((4, 40), np.float32), np.zeros((4, 40), np.uint8)
+SHORT = Coded(BYTES, BYTES[:, :1])
 
 
 @pytest.mark.parametrize(
@@ -36,7 +37,7 @@ ZEROS, BYTES = np.zeros((4, 40), np.float32), np.zeros((4, 40), np.uint8)
         (
             ValueError,
             r"nu.exponents has shape \(4, 1\); needs \(4, 2\)",
-            {"at": 4, "value": Coded(BYTES, BYTES[:, :1])},
+            {"at": 4, "value": SHORT},
         ),
         (ValueError, r"scalars has shape \(8,\); needs \(9,\)", {"at": 5, "value": SCALARS[:8]}),
         (ValueError, r"words=None; needs uint32\[3, 2\]", {"at": 6}),

@@ -111,7 +111,7 @@ class TestMemory:
     @pytest.mark.parametrize(("bits", "result"), [(32, "parameter"), (24, "update")])
     def test_the_new_state_takes_the_place_of_the_old_one(self, bits, result):
         shape = (256, 512)
-        args = jax.device_put(operands(shape, STOCHASTIC, jnp.bfloat16, bits, hostile=False))
+        args = jax.tree.map(jnp.array, operands(shape, STOCHASTIC, jnp.bfloat16, bits, hostile=False))
         step = jax.jit(
             functools.partial(adamw_update, codes=STOCHASTIC, bits=bits, result=result), donate_argnums=(1, 2, 3, 4)
         )

@@ -21,11 +21,9 @@ struct StateBlock {
 struct BlockOfArray {
   const uint8_t* from = nullptr;
   uint8_t* to = nullptr;
-  int read = 0, written = 0;  // bytes of an element
+  int read = 0, written = 0;  // bytes of an element; 0: there are none
 
-  BlockOfArray at(int64_t element) const {
-    return {from ? from + element * read : nullptr, to ? to + element * written : nullptr, read, written};
-  }
+  BlockOfArray at(int64_t element) const { return {from + element * read, to + element * written, read, written}; }
 };
 
 /// The arrays of a problem, from the first element of a matrix.
@@ -37,7 +35,7 @@ struct AdamWArrays {
 
   AdamWArrays(const AdamWUpdateProblem& p, int64_t batch) {
     const auto array = [](const void* from, void* to, int read, int written) {
-      return BlockOfArray{static_cast<const uint8_t*>(from), static_cast<uint8_t*>(to), read, written};
+      return BlockOfArray{static_cast<const uint8_t*>(from), static_cast<uint8_t*>(to), from ? read : 0, to ? written : 0};
     };
     const int weight = p.weight == WeightKind::kFloat32 ? 4 : 2, rest = p.weight == WeightKind::kRest8 ? 1 : 2;
     of[kG] = array(p.g, nullptr, element_bytes(p.g_type), 0);
@@ -76,6 +74,14 @@ JLP_RULE void store_bytes(uint8_t* to, const U32 (&v)[kStateVectors]) {
   }
 }
 
+/// The largest lane, in all of them.
+JLP_RULE U32 largest_of_lanes(U32 v) {
+  if constexpr (kLanes > 8) v = max_magnitude(v, shuffle<SwapLanes<8>>(v, v));
+  if constexpr (kLanes > 4) v = max_magnitude(v, shuffle<SwapLanes<4>>(v, v));
+  v = max_magnitude(v, shuffle<SwapLanes<2>>(v, v));
+  return max_magnitude(v, shuffle<SwapLanes<1>>(v, v));
+}
+
 /// Returns the exponent. `draws`: of the elements; null: to nearest.
 template <bool kSigned>
 JLP_RULE uint8_t encode_state(const StateBlock& x, const uint16_t* draws, uint8_t* codes) {
@@ -86,11 +92,11 @@ JLP_RULE uint8_t encode_state(const StateBlock& x, const uint16_t* draws, uint8_
     rank[i] = state_rank<kSigned>(x.of[i], d);
     most = max_magnitude(most, rank[i]);
   }
-  const uint32_t exponent = state_exponent(max_lane(most));
+  const U32 exponent = state_exponent<F32>(largest_of_lanes(most));
   JLP_UNROLL(8)
   for (int i = 0; i < kStateVectors; ++i) rank[i] = state_code<kSigned>(x.of[i], rank[i], exponent);
   store_bytes(codes, rank);
-  return static_cast<uint8_t>(exponent);
+  return static_cast<uint8_t>(exponent[0]);
 }
 
 JLP_RULE F32 stored(F32 x) { return L::from_bits(stored_bits(x)); }
@@ -141,14 +147,15 @@ class AdamWPass {
   /// `count` blocks of a row, at most kRun.
   void run(int64_t row, int64_t block, int count) {
     if (words_) draw(row, block, count);
+    BlockOfArray at[AdamWArrays::kCount];
+    for (int a = 0; a < AdamWArrays::kCount; ++a) at[a] = arrays_.of[a].at(row * rows_.columns + block * kStateBlock);
     for (int i = 0; i < count; ++i, ++block) {
-      const int64_t column = block * kStateBlock, left = rows_.columns - column;
-      BlockOfArray at[AdamWArrays::kCount];
-      for (int a = 0; a < AdamWArrays::kCount; ++a) at[a] = arrays_.of[a].at(row * rows_.columns + column);
+      const int64_t left = rows_.columns - block * kStateBlock;
       if (left >= kStateBlock)
         update(at, row * rows_.blocks + block, i * kStateBlock);
       else
         update_part(at, static_cast<int>(left), row * rows_.blocks + block, i * kStateBlock);
+      for (BlockOfArray& a : at) a = a.at(kStateBlock);
     }
   }
 
@@ -172,12 +179,12 @@ class AdamWPass {
     alignas(64) uint8_t padded[AdamWArrays::kCount][4 * kStateBlock] = {};
     BlockOfArray whole[AdamWArrays::kCount];
     for (int a = 0; a < AdamWArrays::kCount; ++a) {
-      if (at[a].from) memcpy(padded[a], at[a].from, count * at[a].read);
+      if (at[a].read) memcpy(padded[a], at[a].from, count * at[a].read);
       whole[a] = {padded[a], padded[a], at[a].read, at[a].written};
     }
     update(whole, block, drawn);
     for (int a = 0; a < AdamWArrays::kCount; ++a)
-      if (at[a].to) memcpy(at[a].to, padded[a], count * at[a].written);
+      if (at[a].written) memcpy(at[a].to, padded[a], count * at[a].written);
   }
 
   /// A block's elements; `block` is its number in the matrix, and `drawn` where its draws begin.
