@@ -37,6 +37,7 @@ WHOLE_NVFP4_TILES = Part("tile", 64, ("LDGSTS", "BAR"), f"LDGSTS|{ENCODING}|{STO
 SIXTEENS = Part("rows", 32, (r"LDG\.E\.128", "MUFU"), rf"LDG\.E\.128|{MAXIMA}|MUFU|STG\.E\.(?:64|128)")
 DECODED = Part("codes", 64, (r"LDG\.E\.(?:64|128)", r"STG\.E\.128"), r"LDG\.E\.(?:64|128)|STG\.E\.128")
 PRODUCTS = Part("products", 64, ("IMMA", "LDGSTS"), "IMMA|LDGSTS|LDS")  # of the tensor cores: a warp's 128 k
+EIGHTS = Part("eights", 8, (r"LDG\.E\.128", "VIADDMNMX"), r"LDG\.E\.128|LDS\.128|VIADDMNMX|STG\.E\.64")
 WEIGHTS = Part("weights", 256, ("HMMA", "LDGSTS"), "HMMA|LDGSTS|LDS")  # of a lane: four units
 
 # The kernels of 16-bit elements, which training quantises, and their loops from the inside to the outside.
@@ -53,6 +54,7 @@ COUNTED = (
     (r"weight_stream_kernel<., (true|false), 1, 4, 12>", (WEIGHTS,)),
     (r"int8_by_nibbles_kernel<.*, NibbleTile<8, .*> ?>", (PRODUCTS,)),
     (r"int4_symmetric_rows<([01]), \1, .*>", (SIXTEENS,)),
+    (r"adamw_update<\d, 0, true>", (EIGHTS,)),
 )
 
 

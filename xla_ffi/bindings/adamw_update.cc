@@ -107,15 +107,14 @@ ffi::Error adamw_update(Engine engine, ffi::AnyBuffer g, ffi::AnyBuffer p, ffi::
 
 }  // namespace
 
-JLP_DEFINE_CPU_HANDLER(adamw_update, adamw_update<ffi::ThreadPool>,
-                       .Arg<ffi::AnyBuffer>()
-                           .Arg<ffi::AnyBuffer>()
-                           .Arg<ffi::Buffer<ffi::F32>>()
-                           .RemainingArgs()
-                           .RemainingRets()
-                           .Attr<int32_t>("bits")
-                           .Attr<bool>("stochastic_mu")
-                           .Attr<bool>("stochastic_nu")
-                           .Attr<bool>("is_update"));
+JLP_DEFINE_HANDLERS(adamw_update, .Arg<ffi::AnyBuffer>()
+                                      .Arg<ffi::AnyBuffer>()
+                                      .Arg<ffi::Buffer<ffi::F32>>()
+                                      .RemainingArgs()
+                                      .RemainingRets()
+                                      .Attr<int32_t>("bits")
+                                      .Attr<bool>("stochastic_mu")
+                                      .Attr<bool>("stochastic_nu")
+                                      .Attr<bool>("is_update"));
 
 }  // namespace jaxlowprec

@@ -29,9 +29,9 @@
   each(moments)             \
   each(outliers)            \
   each(sums)                \
-  each(statistics)
+  each(statistics)          \
+  each(adamw_update)
 #define JLP_CPU_HANDLERS(each) \
-  each(adamw_update)           \
   each(grouped_amax)           \
   each(grouped_line_amaxes)    \
   each(grouped_quantize)       \

@@ -132,6 +132,13 @@ JLP_DEVICE float near_reciprocal(float x) {
   return y;
 }
 
+/// 1 / sqrt(x) for a normal x, to within two units in the last place.
+JLP_DEVICE float near_inverse_root(float x) {
+  float y;
+  asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
 /// The same number, which the compiler then keeps instead of computing it again wherever it is used.
 JLP_DEVICE uint32_t kept(uint32_t x) {
   asm("" : "+r"(x));
@@ -250,6 +257,9 @@ JLP_DEVICE float near_reciprocal(float x) {
   const uint32_t bits = Lanes<float>::bits(1.0f / x);
   return Lanes<float>::from_bits(bits + (bits & 2u) - 1u);
 }
+
+/// Rounded to nearest: roots that a remainder corrects are right with the hardware's, but not with every other.
+JLP_DEVICE float near_inverse_root(float x) { return static_cast<float>(1.0 / std::sqrt(static_cast<double>(x))); }
 
 JLP_DEVICE uint32_t kept(uint32_t x) { return x; }
 JLP_DEVICE uint32_t not_kept(uint32_t x) { return x; }

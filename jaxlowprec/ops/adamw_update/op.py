@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxlowprec import wiring
 from jaxlowprec.ops.adamw_update import reference
-from jaxlowprec.ops.checks import Implementation, choose, without_kernels
+from jaxlowprec.ops.checks import Implementation, choose
 from jaxlowprec.ops.optimizer_states import BLOCK, REMAINDERS, Coded
 
 
@@ -107,14 +107,13 @@ def update_op(spec: UpdateSpec, implementation: Implementation) -> wiring.Op:
         options = {"stochastic": spec.stochastic, "bits": spec.bits, "is_update": spec.is_update}
         return [*flat(*reference.adamw_update(*by_name(spec, operands), **options))]
 
-    chosen = choose("adamw_update", implementation)
     return wiring.define(
         "jaxlowprec_adamw_update",
         rule=rule_of(spec),
         outputs=functools.partial(outputs, spec),
         reference=by_reference,
         native=functools.partial(native_call, spec),
-        **without_kernels(chosen, "AdamW's update", "cuda"),
+        **choose("adamw_update", implementation),
     )
 
 

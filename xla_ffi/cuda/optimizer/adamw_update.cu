@@ -1,0 +1,136 @@
+// AdamW in one pass over parameters, remainders, moments and gradients (numerics.md 19), in place where the new arrays are
+// the old ones.
+//
+// Bytes moved per element, of 8-bit moments, a remainder of int16 and a gradient and a parameter of bfloat16: 8.06 read and
+// 6.06 written. Launch: blocks of 128 threads, as many as the device holds at once; a warp takes 8 blocks of 32 elements.
+#include "../launch.h"
+#include "../launch_grid.cuh"
+#include "adamw_eights.cuh"
+
+namespace jaxlowprec {
+namespace cuda {
+
+constexpr int kAdamWThreads = 128, kAdamWWarpBlocks = 8;  // blocks of 32 that a warp takes at a time
+constexpr int kAdamWPiece = kAdamWThreads / 32 * kAdamWWarpBlocks;
+
+/// The round keys of a matrix's draws; barriers before and after.
+JLP_DEVICE void start_draws(const AdamWUpdateProblem& p, int64_t batch, AdamWShared& shared) {
+  __syncthreads();
+  const uint32_t i = threadIdx.x % 20, which = threadIdx.x / 20;
+  if (p.words && which < 3)
+    shared.keys[which][i] = p.words[6 * batch + 2 * which + i % 2] + i / 2 * (i % 2 ? kPhiloxKeyStep1 : kPhiloxKeyStep0);
+  __syncthreads();
+}
+
+/// Calls visit(block, row, column of blocks) with the first of a warp's blocks, and so on.
+template <class Visit>
+JLP_DEVICE void over_blocks(const AdamWArguments& a, uint32_t all, Visit visit) {
+  const uint32_t step = gridDim.x * kAdamWPiece;
+  uint32_t at = blockIdx.x * kAdamWPiece + threadIdx.x / 32 * kAdamWWarpBlocks;
+  const uint32_t mine = at + threadIdx.x % 32 / 4;
+  uint32_t row = mine / a.blocks, block = mine - row * a.blocks;
+#pragma unroll 1
+  for (; at < all; at += step) {
+    visit(at, row, block);
+    block += a.step_blocks, row += a.step_rows;
+    if (block >= a.blocks) block -= a.blocks, ++row;
+  }
+}
+
+/// Of elements whose rows are whole blocks.
+template <WeightKind kWeight, ElementType kG, bool kCoded>
+__global__ void __launch_bounds__(kAdamWThreads, 5) adamw_update(const __grid_constant__ AdamWArguments a) {
+  AdamWShared& shared = block_shared<AdamWShared>();
+  const uint32_t all = static_cast<uint32_t>(a.p.rows) * a.blocks;
+  for (int64_t batch = blockIdx.y; batch < a.p.batch; batch += gridDim.y) {
+    start_draws(a.p, batch, shared);
+    const AdamWStepper stepper = AdamWStepper::of(a.p.scalars + kAdamWScalars * batch);
+    const uint32_t first = static_cast<uint32_t>(batch) * all,
+                   whole = kept(stepper.in_range ? kAdamWWarpBlocks : UINT32_MAX);
+    over_blocks(a, all, [&](uint32_t at, uint32_t row, uint32_t block) {
+      const uint32_t left = min(all - at, static_cast<uint32_t>(kAdamWWarpBlocks));
+      if (left == whole) {
+        const uint32_t eight = 4 * (first + at) + threadIdx.x % 32;
+        const auto updated = UpdatedEight<kWeight, kG, kCoded>::of(a.p, shared, stepper, eight, row, block);
+        if (!__any_sync(0xFFFFFFFFu, updated.is_rare)) return updated.store(a.p, eight);
+      }
+#pragma unroll 1
+      for (uint32_t i = 0; i < left; ++i) update_block(a, shared, stepper.s, batch, at + i);
+    });
+  }
+}
+
+/// Of all others.
+__global__ void __launch_bounds__(kAdamWThreads, 8) adamw_update_any(const __grid_constant__ AdamWArguments a) {
+  AdamWShared& shared = block_shared<AdamWShared>();
+  const uint32_t all = static_cast<uint32_t>(a.p.rows) * a.blocks;
+  for (int64_t batch = blockIdx.y; batch < a.p.batch; batch += gridDim.y) {
+    start_draws(a.p, batch, shared);
+    AdamWScalars scalars;
+    memcpy(&scalars, a.p.scalars + kAdamWScalars * batch, sizeof scalars);
+    over_blocks(a, all, [&](uint32_t at, uint32_t, uint32_t) {
+      const uint32_t left = min(all - at, static_cast<uint32_t>(kAdamWWarpBlocks));
+#pragma unroll 1
+      for (uint32_t i = 0; i < left; ++i) update_block(a, shared, scalars, batch, at + i);
+    });
+  }
+}
+
+namespace {
+
+template <auto kKernel>
+cudaError_t launch_adamw(AdamWArguments a, cudaStream_t stream) {
+  const int64_t pieces = divide_up(a.p.rows * int64_t{a.blocks}, kAdamWPiece);
+  uint32_t grid = 0;
+  const cudaError_t error = grid_over<kKernel, AdamWShared>(static_cast<uint32_t>(pieces), kAdamWThreads, grid);
+  if (error != cudaSuccess) return error;
+  const uint32_t step = grid * kAdamWPiece;
+  a.step_rows = step / a.blocks, a.step_blocks = step % a.blocks;
+  const int64_t batches = a.p.batch < 65535 ? a.p.batch : 65535;
+  return launch_allowed(kKernel, {grid, batches, 1, kAdamWThreads, sizeof(AdamWShared)}, stream, a);
+}
+
+/// Calls visit with the kind as a constant.
+template <class Visit>
+cudaError_t with_weight(WeightKind kind, Visit visit) {
+  switch (kind) {
+    case WeightKind::kFloat32: return visit(std::integral_constant<WeightKind, WeightKind::kFloat32>());
+    case WeightKind::kNearest: return visit(std::integral_constant<WeightKind, WeightKind::kNearest>());
+    case WeightKind::kDrawn: return visit(std::integral_constant<WeightKind, WeightKind::kDrawn>());
+    case WeightKind::kRest8: return visit(std::integral_constant<WeightKind, WeightKind::kRest8>());
+    case WeightKind::kRest16: return visit(std::integral_constant<WeightKind, WeightKind::kRest16>());
+  }
+  return cudaErrorInvalidValue;
+}
+
+bool are_aligned(const AdamWUpdateProblem& p) {
+  bool all = true;
+  for (const void* each : {p.g, p.p, p.rest, static_cast<const void*>(p.new_p), static_cast<const void*>(p.update),
+                           static_cast<const void*>(p.new_rest)})
+    all &= aligned(each, 16);
+  for (const MomentState& s : {p.mu, p.nu})
+    all &= aligned(s.numbers, 16) && aligned(s.new_numbers, 16) && aligned(s.codes, 8) && aligned(s.new_codes, 8);
+  return all;
+}
+
+}  // namespace
+
+cudaError_t launch(const AdamWUpdateProblem& p, cudaStream_t stream) {
+  if (p.batch == 0 || p.rows == 0 || p.columns == 0) return cudaSuccess;
+  constexpr int64_t kMostBlocks = UINT32_MAX / 4;  // whose eighths have numbers of 32 bits: of more than 2^34 elements
+  if (p.blocks() > kMostBlocks / p.batch / p.rows || (p.g_type != ElementType::kBF16 && p.g_type != ElementType::kF32))
+    return cudaErrorInvalidValue;
+  AdamWArguments a{p, static_cast<uint32_t>(p.blocks()), 0, 0};
+  const bool coded = p.mu.codes, alike = coded == (p.nu.codes != nullptr);
+  if (!alike || p.columns % kStateBlock != 0 || !are_aligned(p)) return launch_adamw<adamw_update_any>(a, stream);
+  return with_weight(p.weight, [&](auto weight) {
+    if (p.g_type == ElementType::kF32)
+      return coded ? launch_adamw<adamw_update<weight, ElementType::kF32, true>>(a, stream)
+                   : launch_adamw<adamw_update<weight, ElementType::kF32, false>>(a, stream);
+    return coded ? launch_adamw<adamw_update<weight, ElementType::kBF16, true>>(a, stream)
+                 : launch_adamw<adamw_update<weight, ElementType::kBF16, false>>(a, stream);
+  });
+}
+
+}  // namespace cuda
+}  // namespace jaxlowprec
