@@ -41,6 +41,8 @@ EVERYWHERE = {
     "NVFP4, both, RHT": 0.68,
     "NVFP4, both, RHT, stochastic": 0.53,
     "hadamard": 0.9,
+    "AdamW": 0.75,
+    "AdamW, optax": 1.5,
     "few rows": 2.5,
     "16 rows": 2.3,
     "FP8 block GEMM": 1.5,
@@ -198,6 +200,26 @@ def memory_rows(target: dict[str, float]) -> Iterator[Row]:
             yield Row("memory", case, "a copy of as many bytes", target[kind], build)
     count = 2 * math.prod(SHAPES[0])
     yield same("memory", "a copy of 256 MiB", lambda bench: bench.copy.of(2 * count // bench.divide**2, 8))
+
+
+def optimizer_rows(target: dict[str, float]) -> Iterator[Row]:
+    """AdamW in one pass, in place, against a copy of as many bytes and against XLA's step of float32."""
+    import optimizer
+
+    def sides(bench, case, against):
+        shape = tuple(s // bench.divide for s in SHAPES[0])
+        side = optimizer.ours(shape, *optimizer.CASES[case])
+        nbytes = side.gradient.nbytes + 2 * sum(x.nbytes for x in jax.tree.leaves(side.state))
+        theirs = {"copy": lambda: bench.copy.of(nbytes, 1), "optax": lambda: optimizer.theirs(shape)}
+        return lambda: side, theirs[against]
+
+    for case in optimizer.CASES:
+        name = f"AdamW, {case}, {SHAPES[0][0]}x{SHAPES[0][1]}"
+        made = functools.partial(sides, case=case)
+        yield Row("memory", name, "a copy of as many bytes", target["AdamW"], functools.partial(made, against="copy"))
+        if case.startswith("8 bits stochastic, weights"):
+            reached = target["AdamW, optax"]
+            yield Row("memory", name, "optax.adamw of float32", reached, functools.partial(made, against="optax"))
 
 
 # --- GEMMs
@@ -360,5 +382,5 @@ def block_stacks(target: dict[str, float]) -> Iterator[Row]:
 def rows(device: str) -> list[Row]:
     """All, the most wanted first."""
     target = targets(device)
-    makers = (llama_blocks, few_rows, block_stacks, gemms, grouped, memory_rows)
+    makers = (llama_blocks, few_rows, block_stacks, gemms, grouped, memory_rows, optimizer_rows)
     return [row for make in makers for row in make(target)]

@@ -1,0 +1,65 @@
+"""The bytes of AdamW's update on a GPU are the CPU's: every way to keep moments and weights."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxlowprec.ops.adamw_update import adamw_update
+from tests.gpu.sides import assert_same_bytes_on
+from tests.ops.adamw_update.cases import CODES, WEIGHTS, operands
+
+SHAPES = ((1, 1), (5, 96), (4, 300), (2, 3, 40, 264), (64, 1024))
+
+
+def steps(count, codes, bits, result, args):
+    """The results of each of several steps, each from the last one's."""
+    g, *kept, scalars, words = args
+    step = functools.partial(adamw_update, codes=codes, bits=bits, implementation="ffi")
+    made = []
+    for _ in range(count):
+        if result == "update":
+            made.append(step(g, *kept, scalars, words, result="update").parameter)
+        new = step(g, *kept, scalars, words)
+        kept = list(new)
+        made.append(new)
+    return made
+
+
+@pytest.mark.parametrize("hostile", [False, True], ids=["usual", "hostile"])
+@pytest.mark.parametrize("g_dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("codes", CODES, ids=str)
+def test_adamw_update(cpu, gpu, codes, g_dtype, hostile):
+    for dtype, bits in WEIGHTS:
+        for seed, shape in enumerate(SHAPES):
+            args = operands(shape, codes, dtype, bits, g_dtype, seed, hostile)
+            result = ("parameter", "update")[seed % 2]
+            assert_same_bytes_on((cpu, gpu), functools.partial(steps, 3, codes, bits, result), args)
+
+
+def test_gradients_of_every_size(cpu, gpu):
+    """Quotients whose remainders would be subnormal, second moments near 1 and above, and zeros."""
+    codes, bits = ("stochastic", "stochastic"), 32
+    for power in range(-130, 128, 6):
+        args = list(operands((32, 512), codes, jnp.bfloat16, bits, jnp.bfloat16, power % 7, False))
+        args[0] = jax.random.normal(jax.random.key(0), (32, 512), jnp.bfloat16) * jnp.bfloat16(2.0**power)
+        assert_same_bytes_on((cpu, gpu), functools.partial(steps, 4, codes, bits, "parameter"), args)
+
+
+@pytest.mark.parametrize("bits", [32, 24, 16])
+def test_many_steps_of_a_large_matrix(cpu, gpu, bits):
+    codes = ("stochastic", "stochastic")
+    args = operands((2048, 4096), codes, jnp.bfloat16, bits, jnp.bfloat16, 1, False)
+    assert_same_bytes_on((cpu, gpu), functools.partial(steps, 5, codes, bits, "update"), args)
+
+
+@pytest.mark.sanitize
+def test_every_kernel_once(cpu, gpu):
+    for dtype, bits in WEIGHTS:
+        for rounding in (None, "nearest", "stochastic"):
+            for shape in ((9, 64), (3, 40)):
+                for g_dtype in (jnp.float32, jnp.bfloat16):
+                    args = operands(shape, (rounding, rounding), dtype, bits, g_dtype, 1, True)
+                    run = functools.partial(steps, 1, (rounding, rounding), bits, "update")
+                    assert_same_bytes_on((cpu, gpu), run, args)
