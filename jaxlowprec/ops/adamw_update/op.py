@@ -104,8 +104,10 @@ def update_op(spec: UpdateSpec, implementation: Implementation) -> wiring.Op:
     """g, p, scalars, then remainders, moments and places as the variant has them -> the results of `outputs`."""
 
     def by_reference(*operands: jax.Array) -> Sequence[jax.Array]:
-        options = {"stochastic": spec.stochastic, "bits": spec.bits, "is_update": spec.is_update}
-        return [*flat(*reference.adamw_update(*by_name(spec, operands), **options))]
+        made = reference.adamw_update(
+            *by_name(spec, operands), stochastic=spec.stochastic, bits=spec.bits, is_update=spec.is_update
+        )
+        return [*flat(*made)]
 
     return wiring.define(
         "jaxlowprec_adamw_update",

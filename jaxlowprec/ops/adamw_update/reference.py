@@ -78,18 +78,18 @@ def adamw_update(
     # XLA makes one division by a product of two divisions in a row, unless it selects between them.
     u = flush(quotient(flush(quotient(m, k1)), flush(root(flush(quotient(v, k2))) + epsilon)))
     update = flush(minus_rate * flush(u + flush(decay * weight)))
-    moments = (
+    new_mu, new_nu = (
         stored(new) if isinstance(old, jax.Array) else encode_relative(new, i == 0, drawn(i, stochastic[i]))
         for i, (old, new) in enumerate(((mu, m), (nu, v)))
     )
     if p.dtype == jnp.float32:
-        return stored(update if is_update else flush(weight + update)), None, *moments
+        return stored(update if is_update else flush(weight + update)), None, new_mu, new_nu
     weight = flush(weight + update)
     if bits is None:
         new, rest = nearest_weight(weight), None
     else:
         new, rest = split_weight(weight, bits, drawn(2, bits == 16))
-    return stored(flush(flush(widened(new)) - flush(widened(p)))) if is_update else new, rest, *moments
+    return stored(flush(flush(widened(new)) - flush(widened(p)))) if is_update else new, rest, new_mu, new_nu
 
 
 def _spread(x: jax.Array, axes: int, kept: int = 0) -> jax.Array:
