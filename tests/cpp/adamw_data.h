@@ -57,6 +57,7 @@ class AdamWData {
     for (int k = 0; k < 2; ++k) {
       if (kind(k) == MomentKind::kFloat32) {
         floats(moment_[k], ElementType::kF32, data, 0, count);
+        for (int64_t i = 0; k == 1 && data == Data::kNormal && i < count; ++i) moment_[k][4 * i + 3] &= 0x7F;
         continue;
       }
       bytes(moment_[k], count), bytes(exponents_[k], blocks);
@@ -64,7 +65,9 @@ class AdamWData {
         if (random() % 4) e = static_cast<uint8_t>(100 + random() % 40);
     }
     for (int64_t b = 0; b < batch; ++b) {
-      const float scalars[] = {0.9f, 0.1f, 0.999f, 0.001f, 0.271f, 0.0029f, b % 2 ? 0.0f : 1e-8f, 0.1f, -1e-3f};
+      const float scalars[] = {
+          0.9f, 0.1f,  0.999f, 0.001f, correction(0.9, random), correction(0.999, random), b % 2 ? 0.0f : 1e-8f,
+          0.1f, -1e-3f};
       scalars_.insert(scalars_.end(), scalars, scalars + 9);
       for (int i = 0; i < 6; ++i) words_.push_back(random());
     }
@@ -112,6 +115,14 @@ class AdamWData {
   const AdamWVariant variant;
 
  private:
+  /// 1 - decay^step in some step, or another number.
+  static float correction(double decay, std::mt19937& random) {
+    const float others[] = {1.0f, 0x1.fffffep-1f, 0x1.fffffep-3f, 0x1p-21f, 1e-30f, 0.0f, 3e30f, -0.5f};
+    if (random() % 8 == 0) return others[random() % 8];
+    if (random() % 2) return Lanes<float>::from_bits((random() & 0x007FFFFFu) | ((127 - random() % 12) << 23));
+    return static_cast<float>(1 - std::pow(decay, 1 + random() % 3000));
+  }
+
   MomentKind kind(int k) const { return k == 0 ? variant.mu : variant.nu; }
   int64_t rest_bytes() const { return variant.weight == WeightKind::kRest8 ? 1 : 2; }
 

@@ -41,11 +41,13 @@ JLP_RULE Uint<F> state_rounding(Uint<F> draw) {
 }
 
 /// r: the upper bits that |x| is rounded to; 0 for zero. `d` is kStateToNearest or state_rounding's.
-template <bool kSigned, class F>
+///
+/// kOrdinary: x is known to be a normal number of less than 2^127, and above 0 if there is no sign.
+template <bool kSigned, bool kOrdinary = false, class F>
 JLP_RULE Uint<F> state_rank(F x, Uint<F> d) {
-  const Uint<F> b = magnitude(x);
-  const Uint<F> rounded = (b + d) >> kStateDropped, largest = fill<F>(kStateInfinity - 1),
-                infinity = fill<F>(kStateInfinity);
+  const Uint<F> b = magnitude(x), rounded = (b + d) >> kStateDropped;
+  if (kOrdinary) return rounded;
+  const Uint<F> largest = fill<F>(kStateInfinity - 1), infinity = fill<F>(kStateInfinity);
   const Uint<F> finite = rounded < largest ? rounded : largest;
   Uint<F> rank = b < kInfinityBits ? finite : infinity;
   if (!kSigned) rank = (Lanes<F>::bits(x) & kSignBit) != 0u ? infinity : rank;
@@ -58,14 +60,15 @@ JLP_RULE Uint<F> state_exponent(Uint<F> largest_rank) {
   return largest_rank >> 3;
 }
 
-template <bool kSigned, class F>
+template <bool kSigned, bool kOrdinary = false, class F>
 JLP_RULE Uint<F> state_code(F x, Uint<F> rank, Uint<F> exponent) {
   const Uint<F> first = (exponent << 3) + 7u, least = first + (kSigned ? 0u : 1u);
   const Uint<F> lifted = rank + kStateTop<kSigned>;
   const Uint<F> magnitude = (lifted > least ? lifted : least) - first;
-  const Uint<F> code = rank == 0u ? fill<F>(0) : magnitude;
+  const Uint<F> code = kOrdinary ? magnitude : rank == 0u ? fill<F>(0) : magnitude;
   if (!kSigned) return code;
-  return code | (code != 0u ? (stored_bits(x) & kSignBit) >> 24 : fill<F>(0));
+  const Uint<F> sign = ((kOrdinary ? Lanes<F>::bits(x) : stored_bits(x)) & kSignBit) >> 24;
+  return code | (code != 0u ? sign : fill<F>(0));
 }
 
 template <bool kSigned, class F>
@@ -129,12 +132,24 @@ struct AdamWStep {
   F m, v, update;
 };
 
+/// The new moments, and zero.
+template <class F>
+JLP_RULE AdamWStep<F> adamw_moments(F g, F m, F v, const AdamWScalars& s) {
+  return {g * s.c1 + m * s.b1, (g * g) * s.c2 + v * s.b2, F{}};
+}
+
+/// The update, of the moments over their corrections k1 and k2.
+template <class F>
+JLP_RULE F adamw_change(F m_over_k1, F v_over_k2, F weight, const AdamWScalars& s) {
+  const F u = m_over_k1 / (Lanes<F>::root(v_over_k2) + s.epsilon);
+  return (u + weight * s.weight_decay) * s.minus_rate;
+}
+
 template <class F>
 JLP_RULE AdamWStep<F> adamw_step(F g, F m, F v, F weight, const AdamWScalars& s) {
-  m = g * s.c1 + m * s.b1;
-  v = (g * g) * s.c2 + v * s.b2;
-  const F u = (m / s.k1) / (Lanes<F>::root(v / s.k2) + s.epsilon);
-  return {m, v, (u + weight * s.weight_decay) * s.minus_rate};
+  AdamWStep<F> step = adamw_moments(g, m, v, s);
+  step.update = adamw_change(step.m / s.k1, step.v / s.k2, weight, s);
+  return step;
 }
 
 }  // namespace jaxlowprec

@@ -82,19 +82,19 @@ JLP_RULE U32 largest_of_lanes(U32 v) {
   return max_magnitude(v, shuffle<SwapLanes<1>>(v, v));
 }
 
-/// Returns the exponent. `draws`: of the elements; null: to nearest.
-template <bool kSigned>
+/// Returns the exponent. `draws`: of the elements; null: to nearest. kOrdinary: see state_rank.
+template <bool kSigned, bool kOrdinary>
 JLP_RULE uint8_t encode_state(const StateBlock& x, const uint16_t* draws, uint8_t* codes) {
   U32 rank[kStateVectors], most = U32{};
   JLP_UNROLL(8)
   for (int i = 0; i < kStateVectors; ++i) {
     const U32 d = draws ? state_rounding<F32>(load_u16(draws + i * kLanes)) : fill<F32>(kStateToNearest);
-    rank[i] = state_rank<kSigned>(x.of[i], d);
+    rank[i] = state_rank<kSigned, kOrdinary>(x.of[i], d);
     most = max_magnitude(most, rank[i]);
   }
   const U32 exponent = state_exponent<F32>(largest_of_lanes(most));
   JLP_UNROLL(8)
-  for (int i = 0; i < kStateVectors; ++i) rank[i] = state_code<kSigned>(x.of[i], rank[i], exponent);
+  for (int i = 0; i < kStateVectors; ++i) rank[i] = state_code<kSigned, kOrdinary>(x.of[i], rank[i], exponent);
   store_bytes(codes, rank);
   return static_cast<uint8_t>(exponent[0]);
 }
@@ -121,6 +121,55 @@ JLP_RULE StateBlock load_block(const uint8_t* from) {
   return x;
 }
 
+// --- ordinary numbers, for which a division by a known number is a few multiply-adds, and encoding has no special cases
+
+constexpr uint32_t kOrdinaryFrom = (127u - 90u) << 23, kOrdinarySpan = 190u << 23;  // 2^-90 to 2^100
+
+#if defined(JLP_ISA_AVX512) || defined(JLP_ISA_AVX2)
+/// x / b, correctly rounded, of an ordinary x.
+///
+/// high + low is 1 / b to 48 bits, so the first quotient is one of the two float32 numbers about x / b, and its remainder
+/// is exact. By Markstein's theorem ("Computation of elementary functions on the IBM RISC System/6000 processor", 1990) the
+/// corrected one is the nearest: high is the nearest to 1 / b, and b's fraction is not all ones.
+class KnownDivisor {
+ public:
+  explicit KnownDivisor(float b) : b_(b), high_(1.0f / b), low_(std::fma(-high_, b, 1.0f) / b) {
+    const uint32_t bits = Lanes<float>::bits(b);
+    serves = bits - ((127u - 20u) << 23) < 40u << 23 && (bits & 0x7FFFFFu) != 0x7FFFFFu;
+  }
+  bool serves;  // b is from 2^-20 to 2^20
+
+  F32 divide(F32 x) const {
+    const F32 near = L::fused_multiply_add(x, L::splat(high_), x * low_);
+    const F32 rest = L::fused_multiply_add(near, L::splat(-b_), x);
+    return L::fused_multiply_add(rest, L::splat(high_), near);
+  }
+
+ private:
+  float b_, high_, low_;
+};
+
+/// Whether all lanes are at most so much.
+JLP_RULE bool all_at_most(U32 v, uint32_t most) {
+#if defined(JLP_ISA_AVX512)
+  return _mm512_cmpgt_epu32_mask(raw(v), _mm512_set1_epi32(static_cast<int>(most))) == 0;
+#else
+  return _mm256_movemask_ps((__m256)(v > most)) == 0;
+#endif
+}
+#else  // a fused multiply-add would be a call
+class KnownDivisor {
+ public:
+  explicit KnownDivisor(float b) : b_(b) {}
+  static constexpr bool serves = false;
+  F32 divide(F32 x) const { return x / b_; }
+
+ private:
+  float b_;
+};
+JLP_RULE bool all_at_most(U32, uint32_t) { return false; }
+#endif
+
 // --- the pass
 
 /// A matrix as rows of blocks: one row where no element need know its own, nor a block where rows end.
@@ -140,9 +189,13 @@ class AdamWPass {
   static constexpr int kRun = kLanes * kDrawsOfCall / kStateBlock;  // blocks whose draws come from one vector of calls
 
   AdamWPass(const AdamWUpdateProblem& given, const AdamWRows& rows, int64_t batch)
-      : p(given), rows_(rows), arrays_(given, batch), words_(given.words ? given.words + 6 * batch : nullptr) {
-    memcpy(&scalars_, p.scalars + kAdamWScalars * batch, sizeof scalars_);
-  }
+      : p(given),
+        rows_(rows),
+        arrays_(given, batch),
+        words_(given.words ? given.words + 6 * batch : nullptr),
+        scalars_(load<AdamWScalars>(p.scalars + kAdamWScalars * batch)),
+        k1_(scalars_.k1),
+        k2_(scalars_.k2) {}
 
   /// `count` blocks of a row, at most kRun.
   void run(int64_t row, int64_t block, int count) {
@@ -165,6 +218,7 @@ class AdamWPass {
     for (int i = 0; i < kLanes; ++i)
       if (i / 4 < count) eighths[i] = p.block_numbers[block + i / 4] * 4 + i % 4;
     const bool drawn[] = {p.mu.stochastic, p.nu.stochastic, p.weight == WeightKind::kDrawn};
+    JLP_UNROLL(3)
     for (int which = 0; which < 3; ++which) {
       if (!drawn[which]) continue;
       U32 counter[4] = {eighths, fill<F32>(p.row_numbers[row]), fill<F32>(kDrawnHalves), U32{}};
@@ -193,15 +247,35 @@ class AdamWPass {
     const StateBlock g = p.g_type == ElementType::kBF16 ? load_block<BF16>(at[AdamWArrays::kG].from)
                                                         : load_block<Float>(at[AdamWArrays::kG].from);
     const StateBlock old = load_weights(at);
-    StateBlock m = load_moment<true>(to_mu.from, block), v = load_moment<false>(to_nu.from, block), change;
+    StateBlock m = load_moment<true>(to_mu.from, block), v = load_moment<false>(to_nu.from, block);
+    U32 above = U32{};  // the largest distance from kOrdinaryFrom; that of smaller and of negative numbers is huge
     JLP_UNROLL(8)
     for (int i = 0; i < kStateVectors; ++i) {
-      const AdamWStep<F32> step = adamw_step<F32>(g.of[i], m.of[i], v.of[i], old.of[i], scalars_);
-      m.of[i] = step.m, v.of[i] = step.v, change.of[i] = step.update;
+      const AdamWStep<F32> step = adamw_moments<F32>(g.of[i], m.of[i], v.of[i], scalars_);
+      m.of[i] = step.m, v.of[i] = step.v;
+      const U32 of_m = magnitude(step.m) - kOrdinaryFrom, of_v = L::bits(step.v) - kOrdinaryFrom;
+      const U32 both = of_m > of_v ? of_m : of_v;
+      above = above > both ? above : both;
+    }
+    if (k1_.serves && k2_.serves && all_at_most(above, kOrdinarySpan))
+      finish<true>(at, m, v, old, block, drawn);
+    else
+      finish<false>(at, m, v, old, block, drawn);
+  }
+
+  template <bool kOrdinary>
+  __attribute__((always_inline)) void finish(const BlockOfArray (&at)[AdamWArrays::kCount], const StateBlock& m,
+                                             const StateBlock& v, const StateBlock& old, int64_t block, int drawn) {
+    StateBlock change;
+    JLP_UNROLL(8)
+    for (int i = 0; i < kStateVectors; ++i) {
+      const F32 over_k1 = kOrdinary ? k1_.divide(m.of[i]) : m.of[i] / scalars_.k1;
+      const F32 over_k2 = kOrdinary ? k2_.divide(v.of[i]) : v.of[i] / scalars_.k2;
+      change.of[i] = adamw_change<F32>(over_k1, over_k2, old.of[i], scalars_);
     }
     store_weights(at, old, change, draws_[2] + drawn);
-    store_moment<true>(p.mu, m, to_mu.to, block, draws_[0] + drawn);
-    store_moment<false>(p.nu, v, to_nu.to, block, draws_[1] + drawn);
+    store_moment<true, kOrdinary>(p.mu, m, at[AdamWArrays::kMu].to, block, draws_[0] + drawn);
+    store_moment<false, kOrdinary>(p.nu, v, at[AdamWArrays::kNu].to, block, draws_[1] + drawn);
   }
 
   template <bool kSigned>
@@ -209,10 +283,10 @@ class AdamWPass {
     const uint8_t* exponents = arrays_.exponents[!kSigned];
     return exponents ? decode_state<kSigned>(from, exponents[block]) : load_block<Float>(from);
   }
-  template <bool kSigned>
+  template <bool kSigned, bool kOrdinary>
   void store_moment(const MomentState& moment, const StateBlock& x, uint8_t* to, int64_t block, const uint16_t* draws) {
     if (uint8_t* exponents = arrays_.new_exponents[!kSigned]) {
-      exponents[block] = encode_state<kSigned>(x, moment.stochastic ? draws : nullptr, to);
+      exponents[block] = encode_state<kSigned, kOrdinary>(x, moment.stochastic ? draws : nullptr, to);
       return;
     }
     for (int i = 0; i < kStateVectors; ++i) store(to + 4 * i * kLanes, stored(x.of[i]));
@@ -271,7 +345,8 @@ class AdamWPass {
   const AdamWRows rows_;
   const AdamWArrays arrays_;
   const uint32_t* words_;
-  AdamWScalars scalars_;
+  const AdamWScalars scalars_;
+  const KnownDivisor k1_, k2_;
   alignas(64) uint16_t draws_[3][kRun * kStateBlock];
 };
 

@@ -16,46 +16,34 @@ struct RandomKey {
   explicit RandomKey(const Random& random) : key0(random.key[0]), key1(random.key[1]), stream(random.stream) {}
 };
 
-#if defined(JLP_ISA_AVX512) || defined(JLP_ISA_AVX2)
-// Words of 64 bits, whose upper halves may hold anything.
-typedef uint64_t U64 __attribute__((vector_size(JLP_VECTOR_BYTES)));
-
 #if defined(JLP_ISA_AVX512)
-/// The products of the lower halves.
-JLP_RULE U64 multiply_low_halves(U64 a, U64 b) { return (U64)_mm512_mul_epu32((__m512i)a, (__m512i)b); }
-JLP_RULE U64 exclusive_or(U64 a, U64 b, U64 c) {
-  return (U64)_mm512_ternarylogic_epi32((__m512i)a, (__m512i)b, (__m512i)c, 0x96);
-}
-/// The lower halves of the first, each followed by the second's.
-JLP_RULE U32 low_halves(U64 a, U64 b) { return (U32)_mm512_mask_blend_epi32(0xAAAA, (__m512i)a, (__m512i)(b << 32)); }
-#else
-JLP_RULE U64 multiply_low_halves(U64 a, U64 b) { return (U64)_mm256_mul_epu32((__m256i)a, (__m256i)b); }
-JLP_RULE U64 exclusive_or(U64 a, U64 b, U64 c) { return a ^ b ^ c; }
-JLP_RULE U32 low_halves(U64 a, U64 b) { return (U32)_mm256_blend_epi32((__m256i)a, (__m256i)(b << 32), 0xAA); }
-#endif
-
-/// philox4x32_10 of kLanes counters. Those of the even and of the odd lanes lie in words of 64 bits, so that a product's
-/// halves are a shift apart and need not be put together until the end.
+/// philox4x32_10 of kLanes counters. Those of the even and of the odd lanes lie in words of 64 bits, whose upper halves may
+/// hold anything, so that a product's halves are a shift apart and need not be put together until the end.
 JLP_RULE void philox(U32 (&counter)[4], uint32_t key0, uint32_t key1) {
-  const U64 m0 = U64{} + kPhiloxMultiplier0, m1 = U64{} + kPhiloxMultiplier1;
-  U64 half[2][4];
+  const __m512i m0 = _mm512_set1_epi32(static_cast<int>(kPhiloxMultiplier0)),
+                m1 = _mm512_set1_epi32(static_cast<int>(kPhiloxMultiplier1));
+  const auto high = [](__m512i product) { return _mm512_srli_epi64(product, 32); };
+  const auto exclusive_or = [](__m512i a, __m512i b, uint32_t key) {
+    return _mm512_ternarylogic_epi32(a, b, _mm512_set1_epi32(static_cast<int>(key)), 0x96);
+  };
+  __m512i half[2][4];
   JLP_UNROLL(4)
-  for (int i = 0; i < 4; ++i) half[0][i] = (U64)counter[i], half[1][i] = half[0][i] >> 32;
+  for (int i = 0; i < 4; ++i) half[0][i] = raw(counter[i]), half[1][i] = high(raw(counter[i]));
   JLP_UNROLL(10)
   for (int round = 0; round < 10; ++round) {
-    const U64 k0 = (U64)fill<F32>(key0), k1 = (U64)fill<F32>(key1);
     JLP_UNROLL(2)
     for (auto& c : half) {
-      const U64 product0 = multiply_low_halves(c[0], m0), product1 = multiply_low_halves(c[2], m1);
-      c[0] = exclusive_or(product1 >> 32, c[1], k0);
+      const __m512i product0 = _mm512_mul_epu32(c[0], m0), product1 = _mm512_mul_epu32(c[2], m1);
+      c[0] = exclusive_or(high(product1), c[1], key0);
       c[1] = product1;
-      c[2] = exclusive_or(product0 >> 32, c[3], k1);
+      c[2] = exclusive_or(high(product0), c[3], key1);
       c[3] = product0;
     }
     key0 += kPhiloxKeyStep0, key1 += kPhiloxKeyStep1;
   }
   JLP_UNROLL(4)
-  for (int i = 0; i < 4; ++i) counter[i] = low_halves(half[0][i], half[1][i]);
+  for (int i = 0; i < 4; ++i)
+    counter[i] = (U32)_mm512_mask_blend_epi32(0xAAAA, half[0][i], _mm512_slli_epi64(half[1][i], 32));
 }
 #else
 JLP_RULE void philox(U32 (&counter)[4], uint32_t key0, uint32_t key1) { philox4x32_10<F32>(counter, key0, key1); }
