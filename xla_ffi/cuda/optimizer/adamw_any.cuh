@@ -63,7 +63,7 @@ JLP_DEVICE void store_moment(const MomentState& state, const BlockPlace& place, 
   }
   const uint32_t d = state.stochastic ? state_rounding<float>(draw_one(keys, place)) : kStateToNearest;
   const uint32_t rank = there ? state_rank<kSigned>(x, d) : 0u;
-  const uint32_t exponent = state_exponent(__reduce_max_sync(0xFFFFFFFFu, rank));
+  const uint32_t exponent = state_exponent<float>(__reduce_max_sync(0xFFFFFFFFu, rank));
   if (there) state.new_codes[at] = static_cast<uint8_t>(state_code<kSigned>(x, rank, exponent));
   if (lane == 0) state.new_exponents[place.exponent] = static_cast<uint8_t>(exponent);
 }
