@@ -147,6 +147,7 @@ TEST(halves_of_words_and_three_operands) {
   CHECK_EQ(__vminu2(0x80010001u, 0x00020002u), 0x00020001u);
   CHECK_EQ(__vadd2(0xFFFF0001u, 0x00010001u), 0x00000002u);
   CHECK_EQ(__vimax3_u16x2(0x00010005u, 0x00030002u, 0xFFFF0001u), 0xFFFF0005u);
+  CHECK_EQ(__viaddmax_s16x2(0x0003FFFEu, 0x00028005u, 0x0004FFFFu), 0x0005FFFFu);
   CHECK_EQ(__vimin3_s32(3, -5, 4), -5);
   CHECK_EQ(__vimax3_s32(3, -5, 4), 4);
   CHECK_EQ(__vimax3_u32(3, 0xFFFFFFFBu, 4), 0xFFFFFFFBu);
