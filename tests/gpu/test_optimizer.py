@@ -10,7 +10,7 @@ from jaxlowprec.ops.adamw_update import adamw_update
 from tests.gpu.sides import assert_same_bytes_on
 from tests.ops.adamw_update.cases import CODES, WEIGHTS, operands
 
-SHAPES = ((1, 1), (5, 96), (4, 300), (2, 3, 40, 264), (64, 1024))
+WHOLE, RAGGED = ((5, 96), (64, 1024), (3, 4, 32)), ((4, 300), (2, 3, 40, 264), (1, 1))  # rows end with a block, or not
 
 
 def steps(count, codes, bits, result, args):
@@ -31,11 +31,10 @@ def steps(count, codes, bits, result, args):
 @pytest.mark.parametrize("g_dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("codes", CODES, ids=str)
 def test_adamw_update(cpu, gpu, codes, g_dtype, hostile):
-    for dtype, bits in WEIGHTS:
-        for seed, shape in enumerate(SHAPES):
-            args = operands(shape, codes, dtype, bits, g_dtype, seed, hostile)
-            result = ("parameter", "update")[seed % 2]
-            assert_same_bytes_on((cpu, gpu), functools.partial(steps, 3, codes, bits, result), args)
+    for seed, (dtype, bits) in enumerate(WEIGHTS):
+        for result, shapes in (("parameter", WHOLE), ("update", RAGGED), ("update", WHOLE)):
+            args = operands(shapes[seed % 3], codes, dtype, bits, g_dtype, seed, hostile)
+            assert_same_bytes_on((cpu, gpu), functools.partial(steps, 2, codes, bits, result), args)
 
 
 def test_gradients_of_every_size(cpu, gpu):
