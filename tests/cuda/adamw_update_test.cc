@@ -139,10 +139,14 @@ TEST(hostile_numbers) {
     for (int i = 0; i < 30; ++i) check_variant(variants[random() % variants.size()], 1, 4, 128, data, random);
 }
 
-/// Moments as training has them: codes from `least` on, in blocks of these exponents.
+/// Moments as training has them, and their corrections: codes from `least` on, in blocks of these exponents.
 void make_usual(AdamWData& data, uint32_t exponent_of_mu, uint32_t exponent_of_nu, uint32_t least, std::mt19937& random) {
   const AdamWUpdateProblem p = data.problem();
   const int64_t lines = p.batch * p.rows;
+  for (int64_t batch = 0; batch < p.batch; ++batch) {
+    float* const scalars = const_cast<float*>(p.scalars) + 9 * batch;
+    scalars[4] = 0.271f, scalars[5] = 0.0029f;
+  }
   for (int64_t i = 0; i < lines * p.columns; ++i) {
     const uint32_t of_mu = least + random() % (128 - least), sign = of_mu > 0 ? random() & 0x80u : 0;
     if (p.mu.codes) p.mu.new_codes[i] = static_cast<uint8_t>(of_mu | sign);
