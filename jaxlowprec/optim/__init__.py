@@ -2,11 +2,14 @@
 
 `quantized_state` keeps the state of a transformation in codes (`codes.py`), which rules choose (`rules.py`), with
 random bits of their own (`draws.py`). `master_weights` keeps float32 weights as bfloat16 parameters and what is left of
-the bits. optax is a dependency of training programs and not of this library: it is imported when a wrapper is made.
+the bits. `adamw` is AdamW with defined bits; it updates what both keep in one pass (`leafwise.py`). optax is a
+dependency of training programs and not of this library: it is imported when a transformation is made.
 """
 
+from jaxlowprec.optim.adamw import adamw
 from jaxlowprec.optim.codes import FixedCode, RelativeCode, StateCode
 from jaxlowprec.optim.explaining import StateExplanation, StateLeaf, explain_state
+from jaxlowprec.optim.leafwise import apply_gradients
 from jaxlowprec.optim.masters import MasterState, master_weights
 from jaxlowprec.optim.rules import FIXED, RULES, SIGNED, UNSIGNED
 from jaxlowprec.optim.states import QuantizedState, quantized_state
@@ -23,6 +26,8 @@ __all__ = [
     "StateCode",
     "StateExplanation",
     "StateLeaf",
+    "adamw",
+    "apply_gradients",
     "explain_state",
     "master_weights",
     "quantized_state",

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import zlib
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -40,9 +41,10 @@ def words_of(who: str, key: Any) -> jax.Array | np.ndarray:
         raise TypeError(f"{who}: key={shown(key)}; needs an int or a JAX key such as jax.random.key(0)") from None
 
 
-def words_of_leaf(words: jax.Array, step: jax.Array, path: str, stream: int) -> jax.Array:
-    """uint32 [2]: the words of one leaf in one step."""
-    return words_at(words, step, np.asarray(zlib.crc32(path.encode()), np.uint32), stream=stream)
+def words_of_leaves(words: jax.Array, step: jax.Array, paths: Sequence[str], stream: int) -> jax.Array:
+    """uint32 [len(paths), 2]: the words of each leaf in one step."""
+    leaves = np.array([zlib.crc32(path.encode()) for path in paths], np.uint32)
+    return words_at(words, step, leaves, stream=stream)
 
 
 def sharding_by(x: jax.Array, unit: int) -> NamedSharding | None:

@@ -24,6 +24,8 @@ class StateLeaf:
         dtype: the dtype in which it is stored.
         code: how numbers are stored in it, in words; "" if as they are.
         why: why it stays as it is; "" if it does not, or if it is part of no wrapper.
+        one_pass: whether it is read and written in the one pass of an update, without arrays between; False if it is
+            part of no wrapper.
     """
 
     path: str
@@ -31,6 +33,7 @@ class StateLeaf:
     dtype: str
     code: str = ""
     why: str = ""
+    one_pass: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -60,6 +63,7 @@ class StateExplanation:
         for leaf in self.leaves:
             stored = f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]"
             note = leaf.code or (f"stays: {leaf.why}" if leaf.why else "")
+            note += "; one pass" if leaf.one_pass else ""
             rows.append((leaf.path, stored, str(leaf.nbytes), note))
         share = f"{self.nbytes / self.elements:.2f} per parameter" if self.elements else ""
         rows.append(("all", "", str(self.nbytes), share))
@@ -111,6 +115,5 @@ def _rows(tree: Any, above: tuple[str, ...], notes: dict[str, Any]) -> list[Stat
         if isinstance(leaf, Explained):
             found += _rows(leaf.state, place, dict(leaf.notes))
         else:
-            code, why = notes.get(path, ("", ""))
-            found.append(StateLeaf("/".join(place), leaf.shape, str(leaf.dtype), code, why))
+            found.append(StateLeaf("/".join(place), leaf.shape, str(leaf.dtype), *notes.get(path, ())))
     return found

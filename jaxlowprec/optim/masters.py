@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -12,7 +13,8 @@ from jaxlowprec.arguments import one_of
 from jaxlowprec.ops.optimizer_states import REMAINDERS, join_weight, split_weight
 from jaxlowprec.ops.rounding import widened
 from jaxlowprec.optim import wrapping
-from jaxlowprec.optim.draws import STREAM_OF_WEIGHTS, half_words, words_of, words_of_leaf
+from jaxlowprec.optim.draws import STREAM_OF_WEIGHTS, half_words, words_of, words_of_leaves
+from jaxlowprec.optim.leafwise import HeldWeight, Leafwise, leafwise, no_signs
 from jaxlowprec.optim.rules import path_of
 
 _WHO = "master_weights"
@@ -81,33 +83,60 @@ def master_weights(inner: Any, bits: int = 32, *, key: Any = 0) -> Any:
         rests = [jnp.zeros_like(p, REMAINDERS[bits]) if _is_ours(p) and bits > 16 else None for _, p in leaves]
         state = inner.init(tree.unflatten(full))
         made = MasterState(state, tree.unflatten(rests), jnp.array(words), jnp.zeros((), _U32), wrapping.version())
-        return wrapping.explained(made, lambda: _notes(leaves, bits))
+        return wrapping.explained(made, lambda: _notes(leaves, bits, leafwise(inner) is not None))
 
-    def update(gradients: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+    def held(state: Any, params: Any) -> tuple[list[Any], Any, jax.Array]:
+        """The parameters, those of bfloat16 as weights; the tree's structure; and whether the state is readable."""
         readable = wrapping.is_readable(_WHO, state, MasterState)
         if params is None:
             raise ValueError(f"{_WHO}: update was called without params; needs update(gradients, state, params)")
         leaves, tree = _leaves(params)
-        full, given, rests = [], [], []  # type: list[Any], list[Any], list[Any]
-        for (path, p), rest in zip(leaves, _remainders(tree, state), strict=True):
+        drawn: Any = [None] * len(leaves)
+        if bits == 16:
+            drawn = words_of_leaves(state.words, state.step + 1, [path for path, _ in leaves], STREAM_OF_WEIGHTS)
+        weights: list[Any] = []
+        for (path, p), rest, words in zip(leaves, _remainders(tree, state), drawn, strict=True):
             shape = p.shape if _is_ours(p) and bits > 16 else None
             wrapping.check_leaf(_WHO, wrapping.within("remainders", path), rest, shape, REMAINDERS.get(bits))
-            full.append(jnp.where(readable, join_weight(p, rest), jnp.nan) if _is_ours(p) else p)
+            weights.append(HeldWeight(p, rest, bits, words) if _is_ours(p) else p)
+        return weights, tree, readable
+
+    def made(updated: Any, after: Any, state: MasterState, tree: Any) -> tuple[Any, Any]:
+        """The updates or parameters, and the state, of what was updated."""
+        leaves = tree.flatten_up_to(updated)
+        given = [x.parameter if isinstance(x, HeldWeight) else x for x in leaves]
+        rests = [x.rest if isinstance(x, HeldWeight) else None for x in leaves]
+        new = MasterState(after, tree.unflatten(rests), state.words, state.step + 1, state.version)
+        return tree.unflatten(given), new
+
+    def update(gradients: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+        weights, tree, readable = held(state, params)
+        full = [
+            jnp.where(readable, join_weight(w.parameter, w.rest), jnp.nan) if isinstance(w, HeldWeight) else w
+            for w in weights
+        ]
         wide = jax.tree.map(lambda g: widened(g) if _is_ours(g) else g, gradients)
         updates, after = inner.update(wide, state.inner, tree.unflatten(full), **extra)
-        step = state.step + 1
-        for (path, p), weight, u in zip(leaves, full, tree.flatten_up_to(updates), strict=True):
-            if not _is_ours(p):
-                given.append(u)
-                rests.append(None)
-                continue
-            drawn = words_of_leaf(state.words, step, path, STREAM_OF_WEIGHTS) if bits == 16 else None
-            new, rest = split(weight + u.astype(jnp.float32), bits, drawn)
-            given.append(widened(new) - widened(p))
-            rests.append(rest)
-        return tree.unflatten(given), MasterState(after, tree.unflatten(rests), state.words, step, state.version)
+        updated = []
+        for w, weight, u in zip(weights, full, tree.flatten_up_to(updates), strict=True):
+            if isinstance(w, HeldWeight):
+                new, rest = split(weight + u.astype(jnp.float32), bits, w.words)
+                u = dataclasses.replace(w, parameter=widened(new) - widened(w.parameter), rest=rest)
+            updated.append(u)
+        return made(tree.unflatten(updated), after, state, tree)
 
-    return wrapping.transformation(init, update)
+    def one_pass(gradients: Any, state: Any, params: Any, result: str, readable: Any) -> tuple[Any, Any]:
+        weights, tree, known = held(state, params)
+        updated, after = inner.update.one_pass(
+            gradients, state.inner, tree.unflatten(weights), result, readable & known
+        )
+        return made(updated, after, state, tree)
+
+    def signs(state: Any) -> Any:
+        state = state.state if isinstance(state, wrapping.Explained) else state
+        return no_signs(state)._replace(inner=inner.update.signs(state.inner))
+
+    return wrapping.transformation(init, Leafwise(one_pass, signs) if leafwise(inner) else update)
 
 
 def split(weight: jax.Array, bits: int, words: jax.Array | None = None) -> tuple[jax.Array, jax.Array | None]:
@@ -152,7 +181,7 @@ def _remainders(tree: Any, state: MasterState) -> list[Any]:
         ) from None
 
 
-def _notes(leaves: list[tuple[str, Any]], bits: int) -> Iterator[tuple[str, wrapping.Note]]:
+def _notes(leaves: list[tuple[str, Any]], bits: int, one_pass: bool) -> Iterator[tuple[str, wrapping.Note]]:
     for path, p in leaves:
         if _is_ours(p) and bits > 16:
-            yield wrapping.within("remainders", path), wrapping.Note(f"remainder of {bits} bits", "")
+            yield wrapping.within("remainders", path), wrapping.Note(f"remainder of {bits} bits", "", one_pass)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -10,8 +10,9 @@ import jax.numpy as jnp
 
 from jaxlowprec.arguments import whole_number
 from jaxlowprec.optim import wrapping
-from jaxlowprec.optim.codes import BLOCK, POISON, Coded
-from jaxlowprec.optim.draws import STREAM_OF_STATES, words_of, words_of_leaf
+from jaxlowprec.optim.codes import BLOCK, POISON, Coded, RelativeCode
+from jaxlowprec.optim.draws import STREAM_OF_STATES, words_of, words_of_leaves
+from jaxlowprec.optim.leafwise import HeldMoment, Leafwise, leafwise, no_signs, signs_of
 from jaxlowprec.optim.rules import Choice, Rules, check_rules, choose
 
 _WHO = "quantized_state"
@@ -82,19 +83,42 @@ def quantized_state(inner: Any, rules: Rules = None, *, key: Any = 0, smallest: 
         choices = choose(state, params, rules, smallest)
         coded = _encode(state, choices)  # to nearest: XLA would compute the draws of constants while it compiles
         made = QuantizedState(*coded, jnp.array(words), jnp.zeros((), jnp.uint32), wrapping.version())
-        return wrapping.explained(made, lambda: _notes(choices))
+        return wrapping.explained(made, lambda: _notes(choices, signs_of(inner, state)))
+
+    def run(state: Any, params: Any, in_codes: bool, call: Callable[[Any, Any], tuple[Any, Any]]) -> tuple[Any, Any]:
+        """The updates of the inner transformation, and the state after it.
+
+        Arguments:
+            in_codes: leaves that the inner transformation takes in codes are not decoded.
+            call: a function of the inner state, and of whether the state is readable.
+        """
+        readable = wrapping.is_readable(_WHO, state, QuantizedState)
+        like = jax.eval_shape(inner.init, params)
+        choices = choose(like, params, rules, smallest)
+        step = state.step + 1
+        words = words_of_leaves(state.words, step, [c.path for c in choices], STREAM_OF_STATES)
+        drawn = [words[i] if _draws(c) else None for i, c in enumerate(choices)]
+        before = _stored(state, like, choices)
+        for i, (choice, sign) in enumerate(zip(choices, signs_of(inner, like), strict=True)):
+            if in_codes and _stays(sign, choice):
+                before[i] = HeldMoment(before[i], choice.code.rounding, drawn[i])
+            elif choice.code is not None:
+                exponents = jnp.where(readable, before[i].exponents, jnp.uint8(POISON))
+                before[i] = choice.code.decode(Coded(before[i].codes, exponents), jax.tree.leaves(like)[i].dtype)
+        updates, after = call(jax.tree.unflatten(jax.tree.structure(like), before), readable)
+        return updates, QuantizedState(*_encode(after, choices, drawn), state.words, step, state.version)
 
     def update(gradients: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
-        readable = wrapping.is_readable(_WHO, state, QuantizedState)
-        like = jax.eval_shape(inner.init, given := gradients if params is None else params)
-        choices = choose(like, given, rules, smallest)
-        before = _decode(state, like, choices, readable)
-        updates, after = inner.update(gradients, before, params, **extra)
-        step = state.step + 1
-        words = [words_of_leaf(state.words, step, c.path, STREAM_OF_STATES) if _draws(c) else None for c in choices]
-        return updates, QuantizedState(*_encode(after, choices, words), state.words, step, state.version)
+        given = gradients if params is None else params
+        return run(state, given, False, lambda before, _: inner.update(gradients, before, params, **extra))
 
-    return wrapping.transformation(init, update)
+    def one_pass(gradients: Any, state: Any, params: Any, result: str, readable: Any) -> tuple[Any, Any]:
+        def call(before: Any, known: Any) -> tuple[Any, Any]:
+            return inner.update.one_pass(gradients, before, params, result, readable & known)
+
+        return run(state, gradients if params is None else params, True, call)
+
+    return wrapping.transformation(init, Leafwise(one_pass, no_signs) if leafwise(inner) else update)
 
 
 def _draws(choice: Choice) -> bool:
@@ -111,13 +135,17 @@ def _encode(state: Any, choices: Sequence[Choice], words: Sequence[Any] | None =
             f"{_WHO}: the inner transformation's state has {len(leaves)} leaves after its update and {len(choices)} "
             "after init; needs one whose state keeps its structure"
         )
-    each = zip(leaves, choices, words or [None] * len(leaves), strict=True)
-    coded = [Coded(x, None) if c.code is None else c.code.encode(x, drawn) for x, c, drawn in each]
+    coded = []
+    for x, choice, drawn in zip(leaves, choices, words or [None] * len(leaves), strict=True):
+        if isinstance(x, HeldMoment):
+            coded.append(x.coded)
+        else:
+            coded.append(Coded(x, None) if choice.code is None else choice.code.encode(x, drawn))
     return tree.unflatten([q.codes for q in coded]), tree.unflatten([q.exponents for q in coded])
 
 
-def _decode(state: QuantizedState, like: Any, choices: Sequence[Choice], readable: jax.Array) -> Any:
-    """The inner state, of the shapes and dtypes that `like` has."""
+def _stored(state: QuantizedState, like: Any, choices: Sequence[Choice]) -> list[Any]:
+    """The leaves of the inner state, of the shapes that `like` has: `Coded`, or arrays where there is no code."""
     leaves: list[Any]
     tree: Any
     leaves, tree = jax.tree.flatten(like)
@@ -128,26 +156,27 @@ def _decode(state: QuantizedState, like: Any, choices: Sequence[Choice], readabl
             f"{_WHO}: the state was made for other parameters or by another transformation than {tree} says ({error}): "
             "start from init(params)"
         ) from None
-    decoded = []
+    stored: list[Any] = []
     for leaf, choice, code, exponent in zip(leaves, choices, codes, exponents, strict=True):
         dtype, blocks = leaf.dtype, None
         if choice.code is not None:
             dtype, blocks = choice.code.dtype, (*leaf.shape[:-1], -(-leaf.shape[-1] // BLOCK))
         wrapping.check_leaf(_WHO, wrapping.within("codes", choice.path), code, leaf.shape, dtype)
         wrapping.check_leaf(_WHO, wrapping.within("exponents", choice.path), exponent, blocks, jnp.uint8)
-        if choice.code is None:
-            decoded.append(code)
-        else:
-            exponent = jnp.where(readable, exponent, jnp.uint8(POISON))
-            decoded.append(choice.code.decode(Coded(code, exponent), leaf.dtype))
-    return tree.unflatten(decoded)
+        stored.append(code if choice.code is None else Coded(code, exponent))
+    return stored
 
 
-def _notes(choices: Sequence[Choice]) -> Iterator[tuple[str, wrapping.Note]]:
-    for choice in choices:
-        yield (
-            wrapping.within("codes", choice.path),
-            wrapping.Note("" if choice.code is None else str(choice.code), choice.note),
-        )
+def _stays(sign: str, choice: Choice) -> bool:
+    """Whether a leaf of that sign stays in its code while it is updated."""
+    code = choice.code
+    return isinstance(code, RelativeCode) and sign == ("signed" if code.signed else "unsigned")
+
+
+def _notes(choices: Sequence[Choice], signs: Sequence[str]) -> Iterator[tuple[str, wrapping.Note]]:
+    for choice, sign in zip(choices, signs, strict=True):
+        one_pass = _stays(sign, choice) or (choice.code is None and sign != "")
+        code = "" if choice.code is None else str(choice.code)
+        yield wrapping.within("codes", choice.path), wrapping.Note(code, choice.note, one_pass)
         if choice.code is not None:
-            yield wrapping.within("exponents", choice.path), wrapping.Note("exponents", "")
+            yield wrapping.within("exponents", choice.path), wrapping.Note("exponents", "", one_pass)

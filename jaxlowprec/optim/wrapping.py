@@ -22,10 +22,11 @@ VERSION = 1
 
 
 class Note(NamedTuple):
-    """The code of one leaf, and why it stays as it is, in words."""
+    """The code of one leaf, and why it stays as it is, in words; and whether it is updated in one pass."""
 
     code: str
     why: str
+    one_pass: bool = False
 
 
 @jax.tree_util.register_pytree_with_keys_class

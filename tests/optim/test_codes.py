@@ -7,7 +7,7 @@ import pytest
 
 import jaxlowprec as jlp
 from jaxlowprec.optim.codes import Coded
-from jaxlowprec.optim.draws import half_words, words_of_leaf
+from jaxlowprec.optim.draws import half_words, words_of_leaves
 from jaxlowprec.optim.rules import FIXED, SIGNED, UNSIGNED
 from tests.helpers import assert_same_bytes, assert_same_numbers
 from tests.numpy_oracle import optimizer_states as oracle
@@ -103,8 +103,8 @@ class TestBytes:
             assert_same_bytes(
                 half_words(jnp.zeros(shape), WORDS).astype(jnp.int32), oracle.half_words(shape, WORDS).astype(np.int32)
             )
-        words = words_of_leaf(WORDS, np.uint32(7), "0/mu/w", 15)
-        assert_same_bytes(words, oracle.leaf_words(WORDS, 7, "0/mu/w", 15))
+        words = words_of_leaves(WORDS, np.uint32(7), ["0/mu/w", "0/nu/w"], 15)
+        assert_same_bytes(words, np.stack([oracle.leaf_words(WORDS, 7, path, 15) for path in ("0/mu/w", "0/nu/w")]))
 
 
 class TestNumbers:

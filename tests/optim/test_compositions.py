@@ -54,9 +54,17 @@ def both(inner):
     return jlp.optim.master_weights(quantized(inner))
 
 
-ADAMW = optax.adamw(optax.cosine_decay_schedule(1e-3, 100), weight_decay=0.1)
+SCHEDULE = optax.cosine_decay_schedule(1e-3, 100)
+ADAMW = optax.adamw(SCHEDULE, weight_decay=0.1)
+OURS = jlp.optim.adamw(SCHEDULE, weight_decay=0.1)
+every_adamw = pytest.mark.parametrize("adamw", [ADAMW, OURS], ids=["optax's", "ours"])
 INNER = {
     "adamw": ADAMW,
+    "our adamw": OURS,
+    "our adamw, clipped": optax.chain(optax.clip_by_global_norm(1.0), OURS),
+    "our adamw, injected": optax.inject_hyperparams(jlp.optim.adamw)(SCHEDULE, weight_decay=0.1),
+    "our adamw, MultiSteps": optax.MultiSteps(OURS, 2).gradient_transformation(),
+    "our adamw, masked": jlp.optim.adamw(SCHEDULE, weight_decay=0.1, mask=MASK),
     "lion": optax.lion(1e-3),
     "sgd with momentum": optax.sgd(1e-3, 0.9),
     "muon": optax.contrib.muon(1e-3),
@@ -112,10 +120,11 @@ OUTER = {
 }
 
 
+@every_adamw
 @pytest.mark.parametrize("name", OUTER)
-def test_any_outer_transformation(name):
+def test_any_outer_transformation(name, adamw):
     outer, p = OUTER[name], params()
-    tx, plain = outer(quantized(ADAMW)), outer(ADAMW)
+    tx, plain = outer(quantized(adamw)), outer(adamw)
     found, state = run(tx, p, 4)
     if name != "multi_transform":
         expected, _ = run(plain, p, 4)
@@ -130,11 +139,12 @@ def test_any_outer_transformation(name):
     )
 
 
+@every_adamw
 @pytest.mark.parametrize("name", [name for name in OUTER if name != "apply_if_finite"])
-def test_masters_within_any_outer_transformation(name):
+def test_masters_within_any_outer_transformation(name, adamw):
     """`apply_if_finite` goes inside: see below."""
     p = params(jnp.bfloat16)
-    tx = OUTER[name](both(ADAMW))
+    tx = OUTER[name](both(adamw))
     found, state = run(tx, p, 4)
     assert jax.tree.map(lambda x: x.dtype, found) == jax.tree.map(lambda x: x.dtype, p)
     assert jax.tree.structure(state) == jax.tree.structure(tx.init(p))
@@ -142,10 +152,11 @@ def test_masters_within_any_outer_transformation(name):
     assert len(rests) == (1 if name in ("masked", "multi_transform") else 2) and all(np.any(rest) for rest in rests)
 
 
+@every_adamw
 @pytest.mark.parametrize("gradients_of", [jnp.float32, jnp.bfloat16])
-def test_multisteps_around_masters(gradients_of):
+def test_multisteps_around_masters(gradients_of, adamw):
     p = params(jnp.bfloat16)
-    tx = optax.MultiSteps(both(ADAMW), 2)
+    tx = optax.MultiSteps(both(adamw), 2)
     state, step = tx.init(p), stepper(tx)
     for i in range(4):
         g = jax.tree.map(lambda x: x.astype(gradients_of) if x.ndim > 1 else x, gradients(i, p))
@@ -154,15 +165,32 @@ def test_multisteps_around_masters(gradients_of):
         assert (i % 2 == 0) == np.array_equal(*(np.asarray(x["w"], np.float32) for x in (p, before)))
 
 
-def test_apply_if_finite_within_masters_keeps_weights():
+@every_adamw
+def test_apply_if_finite_within_masters_keeps_weights(adamw):
     p = params(jnp.bfloat16)
-    tx = jlp.optim.master_weights(optax.apply_if_finite(quantized(ADAMW), 3))
+    tx = jlp.optim.master_weights(optax.apply_if_finite(quantized(adamw), 3))
     p, state = run(tx, p)
     bad = gradients(5, p)
     bad["w"] = bad["w"].at[0, 0].set(jnp.nan)
     after, kept = stepper(tx)(bad, state, p)
     assert_same_bytes((after, kept.remainders), (p, state.remainders))
     assert kept.inner.total_notfinite == 1
+
+
+@every_adamw
+def test_apply_if_finite_around_masters_needs_float32_gradients(adamw):
+    """It skips by zeros of the gradients' dtype, and the updates of masters are float32."""
+    p = params(jnp.bfloat16)
+    tx = optax.apply_if_finite(both(adamw), 3)
+    with pytest.raises(TypeError, match="must have identical types"):
+        stepper(tx)(gradients(0, p), tx.init(p), p)
+    wide = lambda g: jax.tree.map(lambda x: x.astype(jnp.float32), g)  # noqa: E731
+    p, state = stepper(tx)(wide(gradients(0, p)), tx.init(p), p)
+    bad = wide(gradients(1, p))
+    bad["w"] = bad["w"].at[0, 0].set(jnp.nan)
+    after, kept = stepper(tx)(bad, state, p)
+    assert_same_bytes((after, kept.inner_state), (p, state.inner_state))
+    assert kept.total_notfinite == 1 and np.any(state.inner_state.remainders["w"])
 
 
 def test_hyperparameters_can_be_set():
@@ -174,21 +202,23 @@ def test_hyperparameters_can_be_set():
     assert not any(np.any(x) for x in jax.tree.leaves(updates))
 
 
-def test_delayed_scaling_states_beside_parameters():
+@every_adamw
+def test_delayed_scaling_states_beside_parameters(adamw):
     state = jlp.delayed_scaling.init_state(jlp.DelayedScaling(amax_history_len=3))
     tree = {"params": params(jnp.bfloat16), OVERWRITE_WITH_GRADIENT: state}
-    tx = overwrite_with_gradient(both(ADAMW))
+    tx = overwrite_with_gradient(both(adamw))
     new = {name: x.at[0].set(2.0) if "history" in name else x for name, x in state.items()}
     g = {"params": gradients(0, tree["params"]), OVERWRITE_WITH_GRADIENT: new}
     found, _ = stepper(tx)(g, tx.init(tree), tree)
     assert_same_bytes(found[OVERWRITE_WITH_GRADIENT], new)
-    expected, _ = stepper(both(ADAMW))(g["params"], both(ADAMW).init(tree["params"]), tree["params"])
+    expected, _ = stepper(both(adamw))(g["params"], both(adamw).init(tree["params"]), tree["params"])
     assert_same_bytes(found["params"], expected)
 
 
-def test_accumulated_gradients():
+@every_adamw
+def test_accumulated_gradients(adamw):
     p = {"w": params(jnp.bfloat16)["w"]}
-    tx = both(ADAMW)
+    tx = both(adamw)
 
     def loss(p, x):
         return jnp.mean(jlp.linear(x, p["w"]).astype(jnp.float32) ** 2)
@@ -215,11 +245,12 @@ class Model(nnx.Module):
         return self.linear(x)
 
 
-def test_nnx_optimizer_steps_as_a_tree_does():
+@every_adamw
+def test_nnx_optimizer_steps_as_a_tree_does(adamw):
     model = Model(nnx.Rngs(0))
     p = nnx.to_pure_dict(nnx.state(model, nnx.Param))
     x = jax.random.normal(jax.random.key(0), (8, 64), jnp.bfloat16)
-    tx = both(ADAMW)
+    tx = both(adamw)
     warnings.simplefilter("error")  # for what an nnx.Variable says of an attribute that is asked for
     optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
 
@@ -237,21 +268,23 @@ def test_nnx_optimizer_steps_as_a_tree_does():
     assert optimizer.opt_state.inner.codes[0].nu["linear"]["kernel"].dtype == jnp.uint8
 
 
-def test_train_state_and_its_bytes():
+@every_adamw
+def test_train_state_and_its_bytes(adamw):
     p = params(jnp.bfloat16)
-    state = TrainState.create(apply_fn=None, params=p, tx=both(ADAMW))
+    state = TrainState.create(apply_fn=None, params=p, tx=both(adamw))
     step = jax.jit(lambda state, g: state.apply_gradients(grads=g))
     for i in range(3):
         state = step(state, gradients(i, p))
-    expected, opt_state = run(both(ADAMW), p)
+    expected, opt_state = run(both(adamw), p)
     assert_same_bytes((state.params, state.opt_state), (expected, opt_state))
     back = serialization.from_bytes(state, serialization.to_bytes(state))
     assert_same_bytes(back, state)
     assert_same_bytes(step(back, gradients(3, p)), step(state, gradients(3, p)))
 
 
-def test_orbax_restores_what_goes_on_as_if_never_stopped(tmp_path):
-    tx = both(ADAMW)
+@every_adamw
+def test_orbax_restores_what_goes_on_as_if_never_stopped(tmp_path, adamw):
+    tx = both(adamw)
     p, state = run(tx, params(jnp.bfloat16))
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(tmp_path / "step", {"params": p, "state": state})
@@ -262,9 +295,10 @@ def test_orbax_restores_what_goes_on_as_if_never_stopped(tmp_path):
     assert_same_bytes(stepper(tx)(g, back["state"], back["params"]), stepper(tx)(g, state, p))
 
 
-def test_tree_map_params_finds_codes_exponents_and_remainders():
+@every_adamw
+def test_tree_map_params_finds_codes_exponents_and_remainders(adamw):
     p = params(jnp.bfloat16)
-    tx = jlp.optim.master_weights(quantized(ADAMW, {"nu": jlp.optim.UNSIGNED}))
+    tx = jlp.optim.master_weights(quantized(adamw, {"nu": jlp.optim.UNSIGNED}))
     marked = optax.tree_map_params(
         tx, lambda _, name: name, tx.init(p), {name: name for name in p}, transform_non_params=lambda _: "other",
         is_leaf=lambda x: x is None,

@@ -1,5 +1,6 @@
 """Sharded states have the bytes of whole ones, and the shardings of their parameters."""
 
+import itertools
 from typing import Any, NamedTuple
 
 import jax
@@ -35,11 +36,7 @@ def placed(tree, mesh, spec):
 
 
 def step_of(tx):
-    def step(gradients, state, params):
-        updates, state = tx.update(gradients, state, params)
-        return optax.apply_updates(params, updates), state
-
-    return step
+    return lambda gradients, state, params: jlp.optim.apply_gradients(tx, gradients, state, params)
 
 
 class Largest(NamedTuple):
@@ -60,6 +57,11 @@ def elementwise(bits):
     return jlp.optim.master_weights(jlp.optim.quantized_state(inner, {"nu": jlp.optim.UNSIGNED}, smallest=2048), bits)
 
 
+def one_pass(bits):
+    adamw = jlp.optim.adamw(optax.linear_schedule(1e-2, 1e-3, 10), weight_decay=0.1)
+    return jlp.optim.master_weights(jlp.optim.quantized_state(adamw, smallest=2048), bits)
+
+
 def run(tx, mesh=None, spec=None, steps=3):
     if mesh is None:
         p, give = params(), gradients
@@ -71,9 +73,10 @@ def run(tx, mesh=None, spec=None, steps=3):
     return p, state
 
 
-@pytest.fixture(scope="module", params=[32, 16])
+@pytest.fixture(scope="module", params=itertools.product([elementwise, one_pass], [32, 16]), ids=str)
 def expected(request):
-    tx = elementwise(request.param)
+    make, bits = request.param
+    tx = make(bits)
     return tx, run(tx)
 
 
@@ -87,14 +90,16 @@ def test_bytes_do_not_depend_on_the_mesh(expected, sizes, spec, axis_type):
 
 
 @by_axis_type
-def test_codes_and_exponents_are_split_as_parameters(axis_type):
+@pytest.mark.parametrize("make", [elementwise, one_pass])
+def test_codes_and_exponents_are_split_as_parameters(make, axis_type):
     mesh, spec = mesh_of((2, 4), axis_type), P("a", "b")
     with jax.set_mesh(mesh):
-        p, state = run(elementwise(32), mesh, spec)
+        p, state = run(make(32), mesh, spec)
     held = NamedSharding(mesh, spec)
     for x in (p["w"], state.remainders["w"], state.inner.codes[0].nu["w"], state.inner.exponents[0].nu["w"]):
         assert x.sharding.is_equivalent_to(held, 2), x.sharding
-    assert state.inner.codes[1].trace["straddles"].sharding.is_equivalent_to(held, 2)
+    for x in (p["straddles"], state.remainders["straddles"], state.inner.codes[0].nu["straddles"]):
+        assert x.sharding.is_equivalent_to(held, 2), x.sharding
 
 
 def test_a_run_resumes_on_another_mesh(expected):

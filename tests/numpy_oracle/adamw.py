@@ -1,0 +1,44 @@
+"""Steps of `jlp.optim.adamw` on one array (numerics.md 19): the scalars of a step, and the update that they enter."""
+
+import numpy as np
+
+from tests.numpy_oracle import optimizer_states as oracle
+
+
+def scalars(count, rate, b1=0.9, b2=0.999, eps=1e-8, weight_decay=1e-4):
+    """float32 [9] of the step of that count, from 1."""
+    corrections = [np.float32(1) - power(np.float32(b), count) for b in (b1, b2)]
+    return np.array([b1, 1 - b1, b2, 1 - b2, *corrections, eps, weight_decay, -np.float32(rate)], np.float32)
+
+
+def power(base, count):
+    """base^count by squares of float32."""
+    result, factor = np.float32(1), np.float32(base)
+    while count:
+        if count % 2:
+            result = result * factor
+        count, factor = count // 2, factor * factor
+    return result
+
+
+def steps(gradients, p, rate, *, bits=None, coded=True, key=(0, 0), path="w", is_update=False, **options):
+    """The parameter or update, remainder and moments after each step; a moment in 8 bits is codes and exponents.
+
+    Arguments:
+        gradients: those of each step.
+        rate: the learning rate, or a function of the step, from 0.
+        coded: whether moments are kept in 8 bits, rounded stochastically.
+        path: of the parameter.
+        options: those of `scalars`.
+    """
+    rest = None if bits in (None, 16) else np.zeros(p.shape, np.int16 if bits == 32 else np.int8)
+    zeros, rounding = np.zeros(p.shape, np.float32), "stochastic" if coded else None
+    mu, nu = (oracle.encode_relative(zeros, signed) if coded else zeros for signed in (True, False))
+    for i, g in enumerate(gradients):
+        places = [(f"0/mu/{path}", 15), (f"0/nu/{path}", 15), (path, 16)]
+        words = [oracle.leaf_words(key, i + 1, leaf, stream) for leaf, stream in places]
+        now = scalars(i + 1, rate(i) if callable(rate) else rate, **options)
+        new, rest, mu, nu = oracle.adamw_update(g, p, rest, mu, nu, now, words, (rounding, rounding), bits, is_update)
+        yield new, rest, mu, nu
+        if not is_update:
+            p = new
