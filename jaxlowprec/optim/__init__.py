@@ -6,11 +6,11 @@ the bits. `adamw` is AdamW with defined bits; it updates what both keep in one p
 dependency of training programs and not of this library: it is imported when a transformation is made.
 """
 
-from jaxlowprec.optim.adamw import adamw
 from jaxlowprec.optim.codes import FixedCode, RelativeCode, StateCode
 from jaxlowprec.optim.explaining import StateExplanation, StateLeaf, explain_state
 from jaxlowprec.optim.leafwise import apply_gradients
 from jaxlowprec.optim.masters import MasterState, master_weights
+from jaxlowprec.optim.optimizers import adamw
 from jaxlowprec.optim.rules import FIXED, RULES, SIGNED, UNSIGNED
 from jaxlowprec.optim.states import QuantizedState, quantized_state
 

@@ -94,8 +94,8 @@ def master_weights(inner: Any, bits: int = 32, *, key: Any = 0) -> Any:
         drawn: Any = [None] * len(leaves)
         if bits == 16:
             drawn = words_of_leaves(state.words, state.step + 1, [path for path, _ in leaves], STREAM_OF_WEIGHTS)
-        weights: list[Any] = []
-        for (path, p), rest, words in zip(leaves, _remainders(tree, state), drawn, strict=True):
+        weights, rests = [], wrapping.leaves_of(_WHO, tree, state.remainders)  # type: list[Any], list[Any]
+        for (path, p), rest, words in zip(leaves, rests, drawn, strict=True):
             shape = p.shape if _is_ours(p) and bits > 16 else None
             wrapping.check_leaf(_WHO, wrapping.within("remainders", path), rest, shape, REMAINDERS.get(bits))
             weights.append(HeldWeight(p, rest, bits, words) if _is_ours(p) else p)
@@ -169,16 +169,6 @@ def _leaves(params: Any) -> tuple[list[tuple[str, Any]], Any]:
                 f"{_WHO}: the parameter {path!r} is {given}; needs arrays of floats: leave it out with optax.masked"
             )
     return named, tree
-
-
-def _remainders(tree: Any, state: MasterState) -> list[Any]:
-    """The remainders in the order of the parameters."""
-    try:
-        return tree.flatten_up_to(state.remainders)
-    except ValueError as error:
-        raise ValueError(
-            f"{_WHO}: the state was made for other parameters than {tree} says ({error}): start from init(params)"
-        ) from None
 
 
 def _notes(leaves: list[tuple[str, Any]], bits: int, one_pass: bool) -> Iterator[tuple[str, wrapping.Note]]:

@@ -45,7 +45,7 @@ def quantized_state(inner: Any, rules: Rules = None, *, key: Any = 0, smallest: 
 
     Arguments:
         inner: an `optax.GradientTransformation`: `optax.adamw`, `lion`, `sgd` with momentum, `contrib.muon`, chains
-            and masks of them.
+            and masks of them. `jlp.optim.adamw` is updated in one pass, without float32 arrays between.
         rules: codes by the names of a state's fields, such as `{"nu_max": jlp.optim.UNSIGNED}`, beside those that
             optax's own states have by default; a name may begin with that of its class, `"ScaleByAdamState.nu"`. None
             as a code keeps the field as it is. Or a function of a leaf's path, "0/mu/layer/kernel", and the leaf, that
@@ -100,8 +100,8 @@ def quantized_state(inner: Any, rules: Rules = None, *, key: Any = 0, smallest: 
         drawn = [words[i] if _draws(c) else None for i, c in enumerate(choices)]
         before = _stored(state, like, choices)
         for i, (choice, sign) in enumerate(zip(choices, signs_of(inner, like), strict=True)):
-            if in_codes and _stays(sign, choice):
-                before[i] = HeldMoment(before[i], choice.code.rounding, drawn[i])
+            if in_codes and (rounding := _stays(sign, choice)):
+                before[i] = HeldMoment(before[i], rounding, drawn[i])
             elif choice.code is not None:
                 exponents = jnp.where(readable, before[i].exponents, jnp.uint8(POISON))
                 before[i] = choice.code.decode(Coded(before[i].codes, exponents), jax.tree.leaves(like)[i].dtype)
@@ -135,7 +135,7 @@ def _encode(state: Any, choices: Sequence[Choice], words: Sequence[Any] | None =
             f"{_WHO}: the inner transformation's state has {len(leaves)} leaves after its update and {len(choices)} "
             "after init; needs one whose state keeps its structure"
         )
-    coded = []
+    coded: list[Any] = []
     for x, choice, drawn in zip(leaves, choices, words or [None] * len(leaves), strict=True):
         if isinstance(x, HeldMoment):
             coded.append(x.coded)
@@ -149,13 +149,7 @@ def _stored(state: QuantizedState, like: Any, choices: Sequence[Choice]) -> list
     leaves: list[Any]
     tree: Any
     leaves, tree = jax.tree.flatten(like)
-    try:
-        codes, exponents = tree.flatten_up_to(state.codes), tree.flatten_up_to(state.exponents)
-    except ValueError as error:
-        raise ValueError(
-            f"{_WHO}: the state was made for other parameters or by another transformation than {tree} says ({error}): "
-            "start from init(params)"
-        ) from None
+    codes, exponents = (wrapping.leaves_of(_WHO, tree, part) for part in (state.codes, state.exponents))
     stored: list[Any] = []
     for leaf, choice, code, exponent in zip(leaves, choices, codes, exponents, strict=True):
         dtype, blocks = leaf.dtype, None
@@ -167,15 +161,17 @@ def _stored(state: QuantizedState, like: Any, choices: Sequence[Choice]) -> list
     return stored
 
 
-def _stays(sign: str, choice: Choice) -> bool:
-    """Whether a leaf of that sign stays in its code while it is updated."""
+def _stays(sign: str, choice: Choice) -> Any:
+    """The rounding of a leaf of that sign that stays in its code while it is updated; None if it does not stay."""
     code = choice.code
-    return isinstance(code, RelativeCode) and sign == ("signed" if code.signed else "unsigned")
+    if isinstance(code, RelativeCode) and sign == ("signed" if code.signed else "unsigned"):
+        return code.rounding
+    return None
 
 
 def _notes(choices: Sequence[Choice], signs: Sequence[str]) -> Iterator[tuple[str, wrapping.Note]]:
     for choice, sign in zip(choices, signs, strict=True):
-        one_pass = _stays(sign, choice) or (choice.code is None and sign != "")
+        one_pass = sign != "" if choice.code is None else _stays(sign, choice) is not None
         code = "" if choice.code is None else str(choice.code)
         yield wrapping.within("codes", choice.path), wrapping.Note(code, choice.note, one_pass)
         if choice.code is not None:

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxlowprec.arguments import shown
+from jaxlowprec.arguments import cut, shown
 
 VERSION = 1
 """The version of the states' bytes: it grows when codes, exponents or remainders change their meaning."""
@@ -119,6 +119,21 @@ def is_readable(who: str, state: Any, kind: type) -> jax.Array:
             "start from init(params), or use the version of jaxlowprec that made the state"
         )
     return jnp.asarray(given) == VERSION
+
+
+def leaves_of(who: str, tree: Any, given: Any, what: str = "the state was made for") -> list[Any]:
+    """The leaves of a tree that has the structure of another one.
+
+    Raises:
+        ValueError: it has not. `what`: the words of the message before "other parameters".
+    """
+    try:
+        return tree.flatten_up_to(given)
+    except ValueError as error:
+        raise ValueError(
+            f"{who}: {what} other parameters or by another transformation than {tree} says "
+            f"({cut(' '.join(str(error).split()), 300)}): start from init(params)"
+        ) from None
 
 
 def check_leaf(who: str, path: str, given: Any, shape: tuple[int, ...] | None, dtype: Any) -> None:

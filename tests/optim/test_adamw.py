@@ -79,7 +79,7 @@ class TestBits:
 
     @pytest.mark.parametrize("count", [1, 2, 3, 1000, 65537, 2**31 - 1])
     def test_corrections_are_powers_by_squares(self, count):
-        from jaxlowprec.optim.adamw import _scalars
+        from jaxlowprec.optim.optimizers import _scalars
 
         found = jax.jit(lambda count: _scalars(count, 1e-3, 0.9, 0.9999, 1e-8, 0.1))(jnp.int32(count))
         assert_same_bytes(found, oracle.scalars(count, 1e-3, b2=0.9999, weight_decay=0.1))
@@ -98,8 +98,8 @@ class TestIsOptaxs:
                 np.asarray(x[0][name] if dtype == np.float32 else join_weight(x[0][name], x[1].remainders[name]))
                 for x in (found, expected)
             )
-            moved = np.abs(a - params(np.float32)[name]).max()
-            assert moved > 0.01 and np.abs(a - e).max() <= 32 * np.spacing(np.float32(0.1)), name
+            assert np.abs(a - params()[name]).max() > 1e-3, name
+            assert np.abs(a - e).max() <= 32 * np.spacing(np.float32(0.1)), name
 
     def test_the_state_has_its_structure(self):
         mask = {"w": True, "stack": False, "b": True, "s": True}
@@ -193,9 +193,9 @@ class TestErrors:
         state = tx.init(p)
         with pytest.raises(ValueError, match=r"needs update\(gradients, state, params\)"):
             tx.update(p, state)
-        with pytest.raises(ValueError, match="gradients is a tree of other parameters"):
+        with pytest.raises(ValueError, match="the gradients are of other parameters"):
             tx.update({"w": p["w"]}, state, p)
-        with pytest.raises(ValueError, match="mu is a tree of other parameters"):
+        with pytest.raises(ValueError, match="the state was made for other parameters"):
             tx.update({"w": p["w"]}, state, {"w": p["w"]})
         with pytest.raises(TypeError, match="the state is a TraceState; needs that"):
             tx.update(p, optax.trace(0.9).init(p), p)

@@ -98,6 +98,18 @@ class TestBytes:
         once = code.decode(on_device(code, x))
         assert_same_numbers(code.decode(on_device(code, np.asarray(once))), once)
 
+    @every_code
+    @pytest.mark.parametrize("exponent", [0, 1, 2, 253, 254, 255])
+    def test_of_the_first_and_the_last_exponents(self, code, exponent):
+        """At the bottom a code may decode to a number that has another; that one keeps its code."""
+        codes = np.arange(256, dtype=np.uint8).view(code.dtype).reshape(-1, 32)
+        q = Coded(codes, np.full((len(codes), 1), exponent, np.uint8))
+        x = np.asarray(jax.jit(code.decode)(q))
+        assert_same_numbers(x, decoded(code, q))
+        once = on_device(code, x)
+        assert_same_bytes(tuple(once), expected(code, x))
+        assert_same_bytes(tuple(on_device(code, np.asarray(code.decode(once)))), tuple(once))
+
     def test_draws_are_those_of_the_specification(self):
         for shape in ((5, 100), (2, 3, 8), (7,)):
             assert_same_bytes(

@@ -85,8 +85,10 @@ def adamw(
 
     def one_pass(gradients: Any, state: Any, params: Any, result: str, readable: Any) -> tuple[Any, Any]:
         adam, decay_state, rate_state = _checked(state, params, schedule is not None)
+        tree: Any
         paths, tree = jax.tree_util.tree_flatten_with_path(params)
-        each = [_flat(name, t, tree) for name, t in (("gradients", gradients), ("mu", adam.mu), ("nu", adam.nu))]
+        each = [wrapping.leaves_of(_WHO, tree, gradients, "the gradients are of")]
+        each += [wrapping.leaves_of(_WHO, tree, moments) for moments in (adam.mu, adam.nu)]
         count = _next(adam.count)
         rate = learning_rate if schedule is None else schedule(rate_state.count)
         decays = _decays(mask, gradients)
@@ -111,7 +113,7 @@ def adamw(
     return wrapping.transformation(init, Leafwise(one_pass, signs))
 
 
-def _update_leaf(path: str, g: Any, p: Any, mu: Any, nu: Any, scalars: Any, result: str) -> tuple[Any, Any, Any]:
+def _update_leaf(path: str, g: Any, p: Any, mu: Any, nu: Any, scalars: Any, result: Any) -> tuple[Any, Any, Any]:
     """The new parameter or the update, and the new moments, in the forms that were given."""
     for name, given in (("0/mu", mu), ("0/nu", nu)):
         if not isinstance(given, HeldMoment):
@@ -119,26 +121,25 @@ def _update_leaf(path: str, g: Any, p: Any, mu: Any, nu: Any, scalars: Any, resu
     if getattr(g, "shape", None) != p.shape:
         raise ValueError(f"{_WHO}: the gradient of {path!r} is {shown(g)}; the parameter has the shape {p.shape}")
     weight = p if isinstance(p, HeldWeight) else HeldWeight(p, None, None, None)
-    moments = [m if isinstance(m, HeldMoment) else HeldMoment(m, None, None) for m in (mu, nu)]
-    words = [part.words for part in (*moments, weight)]
+    m, v = (x if isinstance(x, HeldMoment) else HeldMoment(x, None, None) for x in (mu, nu))
+    words = [m.words, v.words, weight.words]
     new = adamw_update(
         g,
         weight.parameter,
         weight.rest,
-        *(m.coded for m in moments),
+        m.coded,
+        v.coded,
         scalars,
         None if all(w is None for w in words) else jnp.stack([jnp.zeros(2, _U32) if w is None else w for w in words]),
-        codes=(moments[0].rounding, moments[1].rounding),
+        codes=(m.rounding, v.rounding),
         bits=weight.bits,
         result=result,
     )
-    after = [
-        dataclasses.replace(given, coded=q) if isinstance(given, HeldMoment) else q
-        for given, q in ((mu, new.mu), (nu, new.nu))
-    ]
-    if isinstance(p, HeldWeight):
-        return dataclasses.replace(p, parameter=new.parameter, rest=new.rest), *after
-    return new.parameter, *after
+    return (
+        dataclasses.replace(p, parameter=new.parameter, rest=new.rest) if p is weight else new.parameter,
+        dataclasses.replace(m, coded=new.mu) if m is mu else new.mu,
+        dataclasses.replace(v, coded=new.nu) if v is nu else new.nu,
+    )
 
 
 def _scalars(count: Any, rate: Any, b1: Any, b2: Any, eps: Any, weight_decay: Any) -> jax.Array:
@@ -190,17 +191,6 @@ def _checked(state: Any, params: Any, has_schedule: bool) -> tuple[Any, Any, Any
             "from init(params), or pass a number"
         )
     return state
-
-
-def _flat(name: str, given: Any, tree: Any) -> list[Any]:
-    """The leaves of a tree that has the structure of the parameters."""
-    try:
-        return tree.flatten_up_to(given)
-    except ValueError as error:
-        raise ValueError(
-            f"{_WHO}: {name} is a tree of other parameters than {tree} says ({error}): pass gradients of these, and a "
-            "state that init(params) made for them"
-        ) from None
 
 
 def _check_number(name: str, value: Any) -> None:
