@@ -55,6 +55,31 @@ TEST(hostile_numbers) {
       check_against_reference(variants[random() % variants.size()], {1, 4, 160}, data, random);
 }
 
+/// With these scalars the update is m / k1: fast kernels divide by a number that they know in another way.
+TEST(quotients_are_those_of_true_divisions) {
+  std::mt19937 random(5);
+  constexpr int kSome = kReduced ? 1 << 10 : 1 << 16;
+  std::vector<float> zero(kSome, 0.0f), m(kSome), v(kSome), update(kSome);
+  for (int i = 0; i < (kReduced ? 8 : 200); ++i) {
+    const uint32_t fraction = i % 4 ? random() & 0x7FFFFF : i % 8 ? 0x7FFFFE - random() % 64 : random() % 64;
+    const float k1 = Lanes<float>::from_bits((127 - random() % 12) << 23 | fraction);
+    const float scalars[] = {1, 0, 1, 0, k1, 1, 0, 0, 1};
+    for (float& each : m) each = Lanes<float>::from_bits((random() & 0x807FFFFF) | (117 + random() % 20) << 23);
+    for_all_runs([&](const Kernels& k, bool scrambled) {
+      std::fill(v.begin(), v.end(), 1.0f);
+      std::vector<float> new_m(m);
+      AdamWUpdateProblem p{};
+      p.batch = 1, p.rows = 1, p.columns = kSome, p.g = zero.data(), p.g_type = ElementType::kF32;
+      p.weight = WeightKind::kFloat32, p.p = zero.data(), p.update = update.data(), p.scalars = scalars;
+      p.mu.numbers = p.mu.new_numbers = new_m.data(), p.nu.numbers = p.nu.new_numbers = v.data();
+      run_chunks(k, p, scrambled);
+      int wrong = 0;
+      for (int j = 0; j < kSome; ++j) wrong += update[j] != m[j] / k1;
+      CHECK_EQ(wrong, 0);
+    });
+  }
+}
+
 TEST(more_than_one_chunk) {
   std::mt19937 random(4);
   constexpr auto kStochastic = MomentKind::kStochastic, kFloat32 = MomentKind::kFloat32;
