@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from jaxlowprec.arguments import shown
 from jaxlowprec.optim.rules import path_of
-from jaxlowprec.optim.wrapping import Explained, explaining
+from jaxlowprec.optim.wrapping import Explained, described
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,9 +99,7 @@ def explain_state(tx: Any, params: Any) -> StateExplanation:
     """
     if not hasattr(tx, "init"):
         raise TypeError(f"explain_state: tx={shown(tx)}; needs an optax.GradientTransformation")
-    with explaining():
-        state = jax.eval_shape(tx.init, params)
-    leaves = tuple(_rows(state, (), {}))
+    leaves = tuple(_rows(described(tx, params), (), {}))
     return StateExplanation(leaves, sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params)))
 
 

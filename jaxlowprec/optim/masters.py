@@ -81,9 +81,29 @@ def master_weights(inner: Any, bits: int = 32, *, key: Any = 0) -> Any:
         leaves, tree = _leaves(params)
         full: list[Any] = [widened(p) if _is_ours(p) else p for _, p in leaves]
         rests = [jnp.zeros_like(p, REMAINDERS[bits]) if _is_ours(p) and bits > 16 else None for _, p in leaves]
-        state = inner.init(tree.unflatten(full))
-        made = MasterState(state, tree.unflatten(rests), jnp.array(words), jnp.zeros((), _U32), wrapping.version())
-        return wrapping.explained(made, lambda: _notes(leaves, bits, leafwise(inner) is not None))
+        state = begun(inner.init(tree.unflatten(full)), tree.unflatten(rests))
+        notes = lambda: _notes(leaves, bits, leafwise(inner) is not None)  # noqa: E731
+        return wrapping.explained(state, notes, lambda: conversion(wrapping.shapes_of(params)))
+
+    def begun(state: Any, remainders: Any) -> MasterState:
+        """Of step 0."""
+        return MasterState(state, remainders, jnp.array(words), jnp.zeros((), _U32), wrapping.version())
+
+    def conversion(like: Any) -> wrapping.Conversion:
+        shapes, tree = _leaves(like)
+
+        def opened(state: Any, params: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+            weights, _, readable = held(state, tree.unflatten([_named(params, path) for path, _ in shapes]))
+            return state.inner, params | dict(zip(dict(shapes), joined(weights, readable), strict=True))
+
+        def closed(state: Any, params: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+            """To nearest, with 16 bits too: the first rounding that draws is that of an update."""
+            ours = [path for path, p in shapes if _is_ours(p)]
+            halves = {path: split(widened(_named(params, path)), 24 if bits == 24 else 32) for path in ours}
+            rests = [halves[path][1] if path in halves and bits > 16 else None for path, _ in shapes]
+            return begun(state, tree.unflatten(rests)), params | {path: p for path, (p, _) in halves.items()}
+
+        return wrapping.Conversion(opened, closed)
 
     def held(state: Any, params: Any) -> tuple[list[Any], Any, jax.Array]:
         """The parameters, those of bfloat16 as weights; the tree's structure; and whether the state is readable."""
@@ -101,6 +121,13 @@ def master_weights(inner: Any, bits: int = 32, *, key: Any = 0) -> Any:
             weights.append(HeldWeight(p, rest, bits, words) if _is_ours(p) else p)
         return weights, tree, readable
 
+    def joined(weights: list[Any], readable: jax.Array) -> list[Any]:
+        """The float32 weights, and the parameters that pass through."""
+        return [
+            jnp.where(readable, join_weight(w.parameter, w.rest), jnp.nan) if isinstance(w, HeldWeight) else w
+            for w in weights
+        ]
+
     def made(updated: Any, after: Any, state: MasterState, tree: Any) -> tuple[Any, Any]:
         """The updates or parameters, and the state, of what was updated."""
         leaves = tree.flatten_up_to(updated)
@@ -111,10 +138,7 @@ def master_weights(inner: Any, bits: int = 32, *, key: Any = 0) -> Any:
 
     def update(gradients: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
         weights, tree, readable = held(state, params)
-        full = [
-            jnp.where(readable, join_weight(w.parameter, w.rest), jnp.nan) if isinstance(w, HeldWeight) else w
-            for w in weights
-        ]
+        full = joined(weights, readable)
         wide = jax.tree.map(lambda g: widened(g) if _is_ours(g) else g, gradients)
         updates, after = inner.update(wide, state.inner, tree.unflatten(full), **extra)
         updated = []
@@ -169,6 +193,16 @@ def _leaves(params: Any) -> tuple[list[tuple[str, Any]], Any]:
                 f"{_WHO}: the parameter {path!r} is {given}; needs arrays of floats: leave it out with optax.masked"
             )
     return named, tree
+
+
+def _named(params: dict[str, Any], path: str) -> Any:
+    """A parameter by its path in the tree that the wrapper sees."""
+    if path not in params:
+        raise ValueError(
+            f"{_WHO}: its parameter {path!r} is none of those given, {', '.join(params)}: a transformation around it "
+            f"changes their tree; make {_WHO} the outer one"
+        )
+    return params[path]
 
 
 def _notes(leaves: list[tuple[str, Any]], bits: int, one_pass: bool) -> Iterator[tuple[str, wrapping.Note]]:

@@ -80,23 +80,30 @@ def quantized_state(inner: Any, rules: Rules = None, *, key: Any = 0, smallest: 
 
     def init(params: Any) -> Any:
         state = inner.init(params)
-        choices = choose(state, params, rules, smallest)
-        coded = _encode(state, choices)  # to nearest: XLA would compute the draws of constants while it compiles
-        made = QuantizedState(*coded, jnp.array(words), jnp.zeros((), jnp.uint32), wrapping.version())
-        return wrapping.explained(made, lambda: _notes(choices, signs_of(inner, state)))
+        notes = lambda: _notes(choose(state, params, rules, smallest), signs_of(inner, state))  # noqa: E731
+        return wrapping.explained(begun(state, params), notes, lambda: conversion(wrapping.shapes_of(params)))
 
-    def run(state: Any, params: Any, in_codes: bool, call: Callable[[Any, Any], tuple[Any, Any]]) -> tuple[Any, Any]:
-        """The updates of the inner transformation, and the state after it.
+    def begun(state: Any, params: Any) -> QuantizedState:
+        """Of step 0, to nearest: XLA would compute the draws of constants while it compiles."""
+        coded = _encode(state, choose(state, params, rules, smallest))
+        return QuantizedState(*coded, jnp.array(words), jnp.zeros((), jnp.uint32), wrapping.version())
+
+    def conversion(like: Any) -> wrapping.Conversion:
+        return wrapping.Conversion(
+            opened=lambda state, params: (held(state, like, False)[0], params),
+            closed=lambda state, params: (begun(state, like), params),
+        )
+
+    def held(state: Any, params: Any, in_codes: bool) -> tuple[Any, Any, Sequence[Choice], Sequence[Any]]:
+        """The inner state; whether it is readable; the choices; and the words of the next step.
 
         Arguments:
             in_codes: leaves that the inner transformation takes in codes are not decoded.
-            call: a function of the inner state, and of whether the state is readable.
         """
         readable = wrapping.is_readable(_WHO, state, QuantizedState)
         like = jax.eval_shape(inner.init, params)
         choices = choose(like, params, rules, smallest)
-        step = state.step + 1
-        words = words_of_leaves(state.words, step, [c.path for c in choices], STREAM_OF_STATES)
+        words = words_of_leaves(state.words, state.step + 1, [c.path for c in choices], STREAM_OF_STATES)
         drawn = [words[i] if _draws(c) else None for i, c in enumerate(choices)]
         before = _stored(state, like, choices)
         for i, (choice, sign) in enumerate(zip(choices, signs_of(inner, like), strict=True)):
@@ -105,8 +112,13 @@ def quantized_state(inner: Any, rules: Rules = None, *, key: Any = 0, smallest: 
             elif choice.code is not None:
                 exponents = jnp.where(readable, before[i].exponents, jnp.uint8(POISON))
                 before[i] = choice.code.decode(Coded(before[i].codes, exponents), jax.tree.leaves(like)[i].dtype)
-        updates, after = call(jax.tree.unflatten(jax.tree.structure(like), before), readable)
-        return updates, QuantizedState(*_encode(after, choices, drawn), state.words, step, state.version)
+        return jax.tree.unflatten(jax.tree.structure(like), before), readable, choices, drawn
+
+    def run(state: Any, params: Any, in_codes: bool, call: Callable[[Any, Any], tuple[Any, Any]]) -> tuple[Any, Any]:
+        """The updates of the inner transformation, a function of its state and of whether that is readable."""
+        before, readable, choices, drawn = held(state, params, in_codes)
+        updates, after = call(before, readable)
+        return updates, QuantizedState(*_encode(after, choices, drawn), state.words, state.step + 1, state.version)
 
     def update(gradients: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
         given = gradients if params is None else params

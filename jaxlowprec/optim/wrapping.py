@@ -1,14 +1,15 @@
-"""Parts that both wrappers share: checks of the wrapped transformation and of a state, and how `explain_state` asks.
+"""Parts that both wrappers share: checks of the wrapped transformation and of a state, and how they explain themselves.
 
-`explain_state` traces `init` of any transformation. A wrapper within it then answers with an `Explained`, so what
-stands around the wrapper need not be known.
+`explain_state` and `convert_state` trace `init` of any transformation. A wrapper within it then answers with an
+`Explained`, so what stands around the wrapper need not be known.
 """
 
 from __future__ import annotations
 
 import contextlib
 import contextvars
-from collections.abc import Iterator
+import dataclasses
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -29,26 +30,40 @@ class Note(NamedTuple):
     one_pass: bool = False
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class Conversion:
+    """Opens a wrapper's state to that of the transformation within, and closes one. Both take parameters by their path.
+
+    Attributes:
+        opened: a state and parameters to the inner state and parameters; of master weights, float32 ones.
+        closed: an inner state and parameters to a state and parameters; of master weights, bfloat16 ones.
+    """
+
+    opened: Callable[[Any, dict[str, Any]], tuple[Any, dict[str, Any]]]
+    closed: Callable[[Any, dict[str, Any]], tuple[Any, dict[str, Any]]]
+
+
 @jax.tree_util.register_pytree_with_keys_class
 class Explained:
-    """The state of a wrapper, with notes on leaves of its two trees; only `explain_state` sees one.
+    """The state of a wrapper and what it says of it; only `explain_state` and `convert_state` see one.
 
     Arguments:
         state: the state.
-        notes: by the path of a leaf in the state.
+        notes: on leaves of its two trees, by their path in the state.
+        conversion: how it is opened and closed.
     """
 
-    def __init__(self, state: Any, notes: tuple[tuple[str, Note], ...]):
-        self.state, self.notes = state, notes
+    def __init__(self, state: Any, notes: tuple[tuple[str, Note], ...], conversion: Conversion):
+        self.state, self.notes, self.conversion = state, notes, conversion
 
     def tree_flatten_with_keys(self) -> tuple[tuple[tuple[Any, Any]], Any]:
-        """The state and its key; the notes."""
-        return ((jax.tree_util.GetAttrKey("state"), self.state),), self.notes
+        """The state and its key; the rest."""
+        return ((jax.tree_util.GetAttrKey("state"), self.state),), (self.notes, self.conversion)
 
     @classmethod
-    def tree_unflatten(cls, notes: Any, children: Any) -> Explained:
+    def tree_unflatten(cls, rest: Any, children: Any) -> Explained:
         """The inverse."""
-        return cls(children[0], notes)
+        return cls(children[0], *rest)
 
 
 _asked = contextvars.ContextVar("jaxlowprec.optim.explain_state", default=False)
@@ -64,9 +79,20 @@ def explaining() -> Iterator[None]:
         _asked.reset(token)
 
 
-def explained(state: Any, notes: Any) -> Any:
-    """The state; for `explain_state` with the notes that the function returns."""
-    return Explained(state, tuple(notes())) if _asked.get() else state
+def explained(state: Any, notes: Callable[[], Iterator[tuple[str, Note]]], conversion: Callable[[], Conversion]) -> Any:
+    """The state; within `explaining` with the notes and the conversion that the functions return."""
+    return Explained(state, tuple(notes()), conversion()) if _asked.get() else state
+
+
+def described(tx: Any, params: Any) -> Any:
+    """The shapes of a transformation's state, in which an `Explained` stands for that of each wrapper."""
+    with explaining():
+        return jax.eval_shape(lambda params: tx.init(params), params)  # a function that no trace is cached of
+
+
+def shapes_of(params: Any) -> Any:
+    """The tree of shapes and dtypes: what a wrapper may keep of traced parameters."""
+    return jax.tree.map(lambda p: jax.ShapeDtypeStruct(jnp.shape(p), jnp.result_type(p)), params)
 
 
 def with_extra_arguments(who: str, inner: Any) -> Any:

@@ -43,8 +43,8 @@ class Largest(NamedTuple):
     nu: Any
 
 
-def elementwise(bits):
-    """Both wrappers around an update that rounds alike in every program: its products are exact.
+def exact():
+    """An update that rounds alike in every program: its products are exact.
 
     XLA contracts those of Adam with a sum in one program and not in another.
     """
@@ -53,8 +53,13 @@ def elementwise(bits):
         return gradients, Largest(jax.tree.map(lambda nu, g: jnp.maximum(nu / 2, jnp.abs(g)), state.nu, gradients))
 
     largest = optax.GradientTransformation(lambda params: Largest(jax.tree.map(jnp.zeros_like, params)), update)
-    inner = optax.chain(largest, optax.trace(0.5), optax.scale(-0.5))
-    return jlp.optim.master_weights(jlp.optim.quantized_state(inner, {"nu": jlp.optim.UNSIGNED}, smallest=2048), bits)
+    return optax.chain(largest, optax.trace(0.5), optax.scale(-0.5))
+
+
+def elementwise(bits):
+    """Both wrappers around it."""
+    inner = jlp.optim.quantized_state(exact(), {"nu": jlp.optim.UNSIGNED}, smallest=2048)
+    return jlp.optim.master_weights(inner, bits)
 
 
 def one_pass(bits):
