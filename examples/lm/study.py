@@ -64,7 +64,7 @@ def results_of(
     layout: Layout = ONE_DEVICE,
     notice: Notice | None = None,
 ) -> list[dict[str, Any]]:
-    """The results of all runs of all seeds, with their gaps; runs that are already in `options.out` are read.
+    """The results of all runs of all seeds, with their gaps to the first; those already in `options.out` are read.
 
     A run that a notice has ended goes on where it ended.
 
@@ -87,16 +87,17 @@ def results_of(
                 shutil.rmtree(folder / "checkpoints")
                 (folder / "result.json").write_text(json.dumps(result))
             results.append(json.loads((folder / "result.json").read_text()))
-        add_gaps(results)
+        add_gaps(results, sides[0][0].name)
         found += [{"steps": steps, "seed": seed, **result} for result in results]
     return found
 
 
-def summarize(runs: list[dict]) -> list[dict]:
-    """One entry for each length and recipe: gaps in percent by seed, their mean with its standard error, the same of
+def summarize(runs: list[dict], baseline: str = "bf16") -> list[dict]:
+    """One entry for each length and run but the baseline's: gaps in percent by seed, their mean with its standard error, the same of
     their differences from the default NVFP4 recipe's, and the mean curve of the gap."""
     summary = []
-    for steps, name in dict.fromkeys((r["steps"], r["name"]) for r in runs if r["name"] != "bf16"):
+    others = [r for r in runs if r["name"] != baseline]
+    for steps, name in dict.fromkeys((r["steps"], r["name"]) for r in others):
         mine = [r for r in runs if (r["steps"], r["name"]) == (steps, name)]
         entry = {"steps": steps, "run": name, "finite": all(r["finite"] for r in mine)}
         for key in ("loss", "validation_loss"):
@@ -110,7 +111,7 @@ def summarize(runs: list[dict]) -> list[dict]:
             }
         curves = []
         for r in mine:
-            base = next(b for b in runs if (b["steps"], b["seed"], b["name"]) == (steps, r["seed"], "bf16"))
+            base = next(b for b in runs if (b["steps"], b["seed"], b["name"]) == (steps, r["seed"], baseline))
             curves.append(100 * (smooth(r["losses"], steps // 20) / smooth(base["losses"], steps // 20) - 1))
         every = max(1, steps // POINTS)
         entry["gap_curve_percent"] = [

@@ -1,9 +1,10 @@
-"""One training run: AdamW with warm-up and decay, a progress bar, checkpoints that resume, an end at SIGTERM."""
+"""One training run: an optimizer with warm-up and decay, a progress bar, checkpoints that resume, an end at SIGTERM."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import pathlib
 import re
 import sys
@@ -21,6 +22,7 @@ from lm.checkpoints import Checkpoints
 from lm.data import Batches
 from lm.mesh import ONE_DEVICE, Layout
 from lm.model import Config, LanguageModel, loss, training_loss
+from lm.optimizers import Optimizer
 from lm.preemption import Notice, Preempted
 
 
@@ -32,11 +34,13 @@ class Run:
         name: the name of its row in the report.
         recipe: the recipe, or that of each step; None is bf16.
         perturbation: relative size of a random change of the initial parameters: 0, or 1e-4 for the noise floor.
+        optimizer: the optimizer, and how it keeps its states.
     """
 
     name: str
     recipe: jlp.Recipe | jlp.RecipeSchedule | None = None
     perturbation: float = 0.0
+    optimizer: Optimizer = Optimizer()
 
     def at(self, step: int) -> jlp.Recipe | None:
         """The recipe of a step."""
@@ -62,19 +66,8 @@ class Schedule:
 
 
 def optimizer(schedule: Schedule) -> optax.GradientTransformation:
-    """AdamW: linear warm-up over a tenth of the steps (40 at most), cosine decay to a tenth, clipping at norm 1.
-
-    The amax histories of delayed scaling, if a recipe has them, are not touched by any of this.
-    """
-    rate = optax.warmup_cosine_decay_schedule(
-        0.0,
-        schedule.learning_rate,
-        min(40, max(1, schedule.steps // 10)),
-        max(schedule.steps, 2),
-        schedule.learning_rate / 10,
-    )
-    adamw = optax.adamw(rate, b1=0.9, b2=0.95, weight_decay=0.1)
-    return jlp.delayed_scaling.overwrite_with_gradient(optax.chain(optax.clip_by_global_norm(1.0), adamw))
+    """AdamW in float32, see `Optimizer.transformation`."""
+    return Optimizer().transformation(schedule)
 
 
 def initial_parameters(config: Config, run: Run, seed: int, layout: Layout) -> tuple[nnx.GraphDef, Any]:
@@ -186,9 +179,12 @@ def _recorder(run: Run, schedule: Schedule, folder: pathlib.Path) -> Any:
 
 
 def _train(run, config, schedule, batches, folder, resume, layout, recorder, notice) -> dict:
-    transformation = optimizer(schedule)
+    transformation = run.optimizer.transformation(schedule)
     graph, parameters = initial_parameters(config, run, schedule.seed, layout)
-    state = layout.create(transformation.init, parameters)
+    if run.optimizer.states == "float32":
+        state = layout.create(transformation.init, parameters)
+    else:
+        parameters, state = layout.create(functools.partial(run.optimizer.start, schedule), parameters)
     placed = layout.shardings((parameters, state))
     shardings = placed and (*placed, layout.replicated())
     step_function, evaluate = make_steps(graph, transformation, shardings, recorder)
