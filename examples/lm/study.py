@@ -93,8 +93,8 @@ def results_of(
 
 
 def summarize(runs: list[dict], baseline: str = "bf16") -> list[dict]:
-    """One entry for each length and run but the baseline's: gaps in percent by seed, their mean with its standard error, the same of
-    their differences from the default NVFP4 recipe's, and the mean curve of the gap."""
+    """One entry for each length and run but the baseline's: gaps in percent by seed, their mean with its standard
+    error, the same of their differences from the default NVFP4 recipe's, and the mean curve of the gap."""
     summary = []
     others = [r for r in runs if r["name"] != baseline]
     for steps, name in dict.fromkeys((r["steps"], r["name"]) for r in others):
