@@ -1,4 +1,5 @@
-"""The tables of what a block keeps, what `jax.checkpoint` keeps and computes again, and what fine-tuning keeps."""
+"""The tables of what a block keeps, what `jax.checkpoint` keeps and computes again, and what training and fine-tuning
+keep between steps."""
 
 from __future__ import annotations
 
@@ -67,3 +68,44 @@ def lora_memory() -> str:
         gib = [kept[part] / 2**30 for part in parts]
         rows.append((name, *(f"{one:.2f}" for one in gib), f"{sum(gib):.1f}"))
     return f"{markdown(rows)}\n\nCounted by `benchmarks/lora_memory.py`, commit {found['environment']['commit']}."
+
+
+_TOKENS = 8192  # of a step on one device
+_POLICIES = ("nothing_saveable", "save_quantized_and_products")
+
+
+def optimizer_bytes() -> str:
+    """By choice of states: bytes per parameter."""
+    found = load("optimizer_memory")
+    rows = [("states", "parameter", "gradient", "master", "moments", "all")]
+    for name, kept in found["results"].items():
+        each = [count / found["model"]["elements"] for count in kept.values()]
+        rows.append((name, *(f"{one:.2f}".removesuffix(".00") for one in each), f"{sum(each):.2f}"))
+    return f"{markdown(rows)}\n\n{_of_llama(found)}"
+
+
+def optimizer_memory() -> str:
+    """By choice of states: GiB between steps, and of a step under NVFP4 by what `jax.checkpoint` keeps."""
+    found, policies = load("optimizer_memory"), load("checkpoint_policies")["results"]
+    model = found["model"]
+    units = {result["policy"]: result["kept"]["NVFP4"] for result in policies}
+    step = {
+        name: units[name]["weights"] * model["kernels"]
+        + units[name]["tokens"] * 2 * model["width"] * model["layers"] * _TOKENS
+        for name in _POLICIES
+    }
+    rows = [("states", "parameters", "gradients", "masters and moments", "all, GiB")]
+    rows[0] += tuple(f"and a step, `{name}`" for name in _POLICIES)
+    for name, kept in found["results"].items():
+        parts = kept["parameters"], kept["gradients"], kept["masters"] + kept["states"]
+        sums = [sum(parts), *(sum(parts) + more for more in step.values())]
+        rows.append((name, *(f"{count / 2**30:.1f}" for count in (*parts, *sums))))
+    about = (
+        f"A step has {_TOKENS:,} tokens under NVFP4 and keeps what the table of policies says of each, without logits."
+    )
+    return f"{markdown(rows)}\n\n{about} {_of_llama(found)}"
+
+
+def _of_llama(found: dict) -> str:
+    count, commit = found["model"]["elements"], found["environment"]["commit"]
+    return f"Llama 3 8B, {count:,} parameters; counted by `benchmarks/optimizer_memory.py`, commit {commit}."

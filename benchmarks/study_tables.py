@@ -40,6 +40,19 @@ def eight_bit_study() -> str:
     return _gaps(load("eight_bit_study"), "no block in bf16")
 
 
+def optimizer_study() -> str:
+    """Gaps of optimizer states in 8 bits against those in float32, and whether they are within the bound."""
+    result = load("optimizer_study")
+    steps = f"{result['summary'][0]['steps']} steps"
+    rows = [("optimizer", "b2", "recipe", "states", "loss gap", "by seed", "validation gap", "bound", "within")]
+    for s in result["summary"]:
+        loss, validation = s["loss_gap_percent"], s["validation_loss_gap_percent"]
+        seeds = ", ".join(f"{gap:+.3f}" for gap in loss["by_seed"])
+        gaps = (f"{loss['mean']:+.3f} %", seeds, f"{validation['mean']:+.3f} %", f"{s['bound_percent']:.2f} %")
+        rows.append((s["optimizer"], str(s["b2"]), s["recipe"], s["run"], *gaps, "yes" if s["within"] else "**no**"))
+    return f"{markdown(rows)}\n\n{_about(result, steps, 'no block in bf16')}"
+
+
 def kv_formats() -> str:
     """What the formats of caches cost."""
     result = load("kv_formats")

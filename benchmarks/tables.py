@@ -45,6 +45,7 @@ TABLES = {
             study_tables.policy_study,
             study_tables.saved_study,
             study_tables.eight_bit_study,
+            study_tables.optimizer_study,
             *(study_tables.kv_formats, study_tables.kv_speed),
             study_tables.calibration,
         ),
@@ -53,6 +54,7 @@ TABLES = {
         *peer_tables.TABLES,
         *(recipe_table.recipes, memory_tables.block, memory_tables.checkpoint_policies),
         *(memory_tables.lora_memory, memory_tables.accumulation),
+        *(memory_tables.optimizer_bytes, memory_tables.optimizer_memory),
     )
 }
 

@@ -2,9 +2,9 @@
 
 `quantized_state` keeps the state of a transformation in codes (`codes.py`), which rules choose (`rules.py`), with
 random bits of their own (`draws.py`). `master_weights` keeps float32 weights as bfloat16 parameters and what is left of
-the bits. `adamw` is AdamW with defined bits; it updates what both keep in one pass (`leafwise.py`). `convert_state` takes
-a state of one transformation to that of another. optax is a dependency of training programs and not of this library:
-it is imported when a transformation is made.
+the bits. `adamw` is AdamW with defined bits; it updates what both keep in one pass (`leafwise.py`). `convert_state`
+takes a state of one transformation to that of another. optax is a dependency of training programs and not of this
+library: it is imported when a transformation is made.
 """
 
 from jaxlowprec.optim.codes import FixedCode, RelativeCode, StateCode

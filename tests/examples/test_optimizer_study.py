@@ -16,7 +16,7 @@ from lm.model import SIZES
 from lm.optimizers import STATES, Optimizer, linear_int8
 from lm.training import Run, Schedule, initial_parameters
 
-from jaxlowprec.optim.masters import join
+from jaxlowprec.ops.optimizer_states import join_weight as join
 from tests.helpers import assert_same_bytes
 
 CONFIG = dataclasses.replace(SIZES["tiny"], layers=1, high_precision_last=0)
