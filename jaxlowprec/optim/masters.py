@@ -145,6 +145,9 @@ def master_weights(inner: Any, bits: int = 32, *, key: Any = 0) -> Any:
         for w, weight, u in zip(weights, full, tree.flatten_up_to(updates), strict=True):
             if isinstance(w, HeldWeight):
                 new, rest = split(weight + u.astype(jnp.float32), bits, w.words)
+                if rest is not None:  # it belongs to new: beside another number it is any number, and beside 0 NaN
+                    is_new = jnp.abs(widened(new)) * 2.0**16 >= jnp.abs(widened(w.parameter))
+                    rest = jnp.where(is_new, rest, jnp.zeros_like(rest))
                 u = dataclasses.replace(w, parameter=widened(new) - widened(w.parameter), rest=rest)
             updated.append(u)
         return made(tree.unflatten(updated), after, state, tree)

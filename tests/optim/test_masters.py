@@ -128,6 +128,19 @@ class TestSteps:
         large = np.abs(new) >= 2.0**-16 * p
         assert bits == 24 or np.all(found[large] == new[large])
 
+    @pytest.mark.parametrize("bits", [32, 24])
+    def test_weights_that_a_product_cancels_stay_numbers(self, bits):
+        """XLA contracts the product with the sum: what is left is no multiple of the weight's last place."""
+        weight = np.asarray(jax.random.normal(jax.random.key(0), (64, 64)))
+        p, rest = split(jnp.asarray(weight), bits)
+        weight = np.asarray(join_weight(p, rest))
+        tx = jlp.optim.master_weights(optax.scale(-0.37), bits)
+        given = weight / np.float32(0.37), tx.init(p)._replace(remainders=rest), p
+        optimized = {"xla_backend_optimization_level": 3}  # contracts; these tests do without
+        after, state = stepper(tx).lower(*given).compile(compiler_options=optimized)(*given)
+        found = np.asarray(join_weight(after, state.remainders))
+        assert np.all(np.abs(found) <= 2.0**-22 * np.abs(weight))  # and no NaN
+
     def test_gradients_of_bfloat16_are_widened_and_others_pass(self, weights):
         seen = []
         inner = optax.GradientTransformation(
