@@ -86,7 +86,7 @@ def master_weights(inner: Any, bits: int = 32, *, key: Any = 0) -> Any:
         return wrapping.explained(state, notes, lambda: conversion(wrapping.shapes_of(params)))
 
     def begun(state: Any, remainders: Any) -> MasterState:
-        """Of step 0."""
+        """The state of step 0."""
         return MasterState(state, remainders, jnp.array(words), jnp.zeros((), _U32), wrapping.version())
 
     def conversion(like: Any) -> wrapping.Conversion:

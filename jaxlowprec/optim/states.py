@@ -84,7 +84,7 @@ def quantized_state(inner: Any, rules: Rules = None, *, key: Any = 0, smallest: 
         return wrapping.explained(begun(state, params), notes, lambda: conversion(wrapping.shapes_of(params)))
 
     def begun(state: Any, params: Any) -> QuantizedState:
-        """Of step 0, to nearest: XLA would compute the draws of constants while it compiles."""
+        """The state of step 0, to nearest: XLA would compute the draws of constants while it compiles."""
         coded = _encode(state, choose(state, params, rules, smallest))
         return QuantizedState(*coded, jnp.array(words), jnp.zeros((), jnp.uint32), wrapping.version())
 
