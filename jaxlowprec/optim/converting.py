@@ -69,7 +69,7 @@ def convert_state(state: Any, params: Any, *, source: Any, target: Any, like: An
     found, needed = _by_path(plain), _by_path(shapes)
     _check_trees("the state of target", needed, "that of source", found)
     leaves = {path: _widened_to(x, found[path]) for path, x in needed.items()}
-    new_state, new = _closed(into, jax.tree.structure(shapes).unflatten(leaves.values()), weights)
+    new_state, new = _closed(into, jax.tree.unflatten(jax.tree.structure(shapes), leaves.values()), weights)
     for what, given_leaves, likes in (("the parameter", new, wanted), ("the state", leaves, needed)):
         for path, x in likes.items():
             if given_leaves[path].dtype != x.dtype:
@@ -77,11 +77,13 @@ def convert_state(state: Any, params: Any, *, source: Any, target: Any, like: An
                     f"{_WHO}: {what} {path!r} is {given_leaves[path].dtype} in source and {x.dtype} in target, where "
                     "nothing keeps the rest: needs master_weights in target, or like= with the dtype of source"
                 )
-    return jax.tree.structure(params).unflatten([new[path] for path in given]), new_state
+    return jax.tree.unflatten(jax.tree.structure(params), [new[path] for path in given]), new_state
 
 
 def _opened(description: Any, state: Any, params: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """A state as it would be without wrappers, and parameters with all their bits."""
+    parts: list[Any]
+    tree: Any
     parts, tree = jax.tree.flatten(description, is_leaf=_is_wrapper)
     try:
         states = tree.flatten_up_to(state)
@@ -98,6 +100,8 @@ def _opened(description: Any, state: Any, params: dict[str, Any]) -> tuple[Any, 
 
 def _closed(description: Any, state: Any, params: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """The inverse."""
+    parts: list[Any]
+    tree: Any
     parts, tree = jax.tree.flatten(description, is_leaf=_is_wrapper)
     found = []
     for part, here in zip(parts, tree.flatten_up_to(state), strict=True):
