@@ -111,7 +111,8 @@ def _rows(tree: Any, above: tuple[str, ...], notes: dict[str, Any]) -> list[Stat
         path = path_of(keys)
         place = (*above, path) if path else above
         if isinstance(leaf, Explained):
-            found += _rows(leaf.state, place, dict(leaf.notes))
+            within = {p.removeprefix(f"{path}/state/"): n for p, n in notes.items() if p.startswith(f"{path}/state/")}
+            found += _rows(leaf.state, place, within | dict(leaf.notes))
         else:
             found.append(StateLeaf("/".join(place), leaf.shape, str(leaf.dtype), *notes.get(path, ())))
     return found

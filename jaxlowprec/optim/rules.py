@@ -17,6 +17,7 @@ from jax.tree_util import DictKey, GetAttrKey, SequenceKey
 
 from jaxlowprec.arguments import shown
 from jaxlowprec.optim.codes import FixedCode, RelativeCode, StateCode
+from jaxlowprec.optim.wrapping import Explained
 
 SIGNED = RelativeCode(signed=True)
 """The default code of first moments that are divided by the root of a second one, and of Lion's."""
@@ -152,7 +153,9 @@ def _names(tree: Any, path: Any) -> Iterator[str]:
     node = tree
     for key in path:
         try:
-            if isinstance(key, GetAttrKey) and (hasattr(node, "_fields") or dataclasses.is_dataclass(node)):
+            if isinstance(node, Explained):
+                node = node.state
+            elif isinstance(key, GetAttrKey) and (hasattr(node, "_fields") or dataclasses.is_dataclass(node)):
                 yield f"{type(node).__name__}.{key.name}"
                 yield key.name
                 node = getattr(node, key.name)

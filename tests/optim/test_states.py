@@ -195,6 +195,15 @@ class TestExplain:
         found = {leaf.path: leaf.code for leaf in jlp.optim.explain_state(tx, jnp.ones((64, 64), jnp.bfloat16)).leaves}
         assert found["inner/codes/trace"] == str(FIXED) and found["remainders"] == "remainder of 32 bits"
 
+    def test_of_the_wrappers_in_the_other_order(self):
+        tx = jlp.optim.quantized_state(jlp.optim.master_weights(optax.adamw(1e-3)))
+        p = {"w": jnp.ones((64, 64), jnp.bfloat16)}
+        explanation = jlp.optim.explain_state(tx, p)
+        assert explanation.nbytes == sum(x.nbytes for x in jax.tree.leaves(tx.init(p)))
+        codes = {leaf.path: leaf.code for leaf in explanation.leaves if leaf.code}
+        assert codes["codes/inner/0/nu/w"] == str(UNSIGNED)
+        assert codes["codes/remainders/w"] == "remainder of 32 bits"
+
     def test_of_a_state_without_wrappers(self):
         explanation = jlp.optim.explain_state(optax.adam(1e-3), params())
         assert explanation.nbytes == 8 * sum(x.size for x in params().values()) + 4
