@@ -32,13 +32,13 @@ ADAMW, MUON = optax.adamw(1e-4), optax.contrib.muon(1e-4, muon_weight_dimension_
 
 def with_masters(inner: Any, bits: int) -> Any:
     """Both wrappers."""
-    return jlp.optim.master_weights(jlp.optim.quantized_state(inner), bits)
+    return jlp.optim.master_weights(jlp.optim.quantized_state(inner), bits=bits)
 
 
 CHOICES: dict[str, tuple[str, Any]] = {  # the dtype of parameters and gradients, and the transformation
     "float32": ("float32", ADAMW),
     "`quantized_state`": ("float32", jlp.optim.quantized_state(ADAMW)),
-    "bfloat16, masters of 32 bits": ("bfloat16", jlp.optim.master_weights(ADAMW, 32)),
+    "bfloat16, masters of 32 bits": ("bfloat16", jlp.optim.master_weights(ADAMW, bits=32)),
     **{f"both wrappers, {bits} bits": ("bfloat16", with_masters(ADAMW, bits)) for bits in (32, 24, 16)},
     "both wrappers, 24 bits, Muon": ("bfloat16", with_masters(MUON, 24)),
 }

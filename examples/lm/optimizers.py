@@ -100,7 +100,7 @@ def linear_int8(adamw: optax.GradientTransformation) -> optax.GradientTransforma
 
 
 def _with_masters(bits: int) -> Callable[[Any], Any]:
-    return lambda inner: jlp.optim.master_weights(jlp.optim.quantized_state(inner), bits)
+    return lambda inner: jlp.optim.master_weights(jlp.optim.quantized_state(inner), bits=bits)
 
 
 STATES: dict[str, Callable[[Any], Any]] = {

@@ -39,7 +39,7 @@ class MasterState(NamedTuple):
     version: jax.Array
 
 
-def master_weights(inner: Any, bits: int = 32, *, key: Any = 0) -> Any:
+def master_weights(inner: Any, *, bits: int = 32, key: Any = 0) -> Any:
     """`inner` on float32 weights, kept as bfloat16 parameters and a remainder of `bits` - 16 bits.
 
     Make it the outermost of transformations that read parameters or moments, and apply its updates with

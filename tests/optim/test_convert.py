@@ -91,7 +91,7 @@ def test_a_run_goes_on_with_8_bits_as_without():
 
 @pytest.mark.parametrize(("bits", "error"), [(32, 0), (24, 2**-16), (16, 2**-8)])
 def test_weights_of_fewer_bits(bits, error):
-    p, tx = params(), jlp.optim.master_weights(ADAMW, bits)
+    p, tx = params(), jlp.optim.master_weights(ADAMW, bits=bits)
     half, state = jlp.optim.convert_state(ADAMW.init(p), p, source=ADAMW, target=tx, like=HALF)
     assert half["w"].dtype == jnp.bfloat16 and half["b"].dtype == jnp.float32
     full = np.asarray(join(half["w"], state.remainders["w"]))
@@ -103,9 +103,9 @@ def test_weights_of_fewer_bits(bits, error):
 
 def test_more_bits_lose_none():
     """From 24 to 32 bits, and from bfloat16 parameters alone to 32."""
-    p, state = run(jlp.optim.master_weights(ADAMW, 24), params(jnp.bfloat16))
-    target = jlp.optim.master_weights(ADAMW, 32)
-    new, after = jlp.optim.convert_state(state, p, source=jlp.optim.master_weights(ADAMW, 24), target=target)
+    p, state = run(jlp.optim.master_weights(ADAMW, bits=24), params(jnp.bfloat16))
+    target = jlp.optim.master_weights(ADAMW, bits=32)
+    new, after = jlp.optim.convert_state(state, p, source=jlp.optim.master_weights(ADAMW, bits=24), target=target)
     assert_same_bytes(join(new["w"], after.remainders["w"]), join(p["w"], state.remainders["w"]))
     p, state = run(ADAMW, params(jnp.bfloat16))
     new, after = jlp.optim.convert_state(state, p, source=ADAMW, target=target)

@@ -100,7 +100,7 @@ class TestSteps:
     @pytest.mark.parametrize(("bits", "bound"), [(32, 2.0**-24), (24, 2.0**-15), (16, 0.4)])
     def test_small_ones_add_up(self, bits, bound):
         """A hundred steps of a thousandth of bfloat16's distance are lost without remainders."""
-        tx = jlp.optim.master_weights(optax.sgd(1.0), bits)
+        tx = jlp.optim.master_weights(optax.sgd(1.0), bits=bits)
         p = jnp.ones((128, 128), jnp.bfloat16)
         state, step = tx.init(p), stepper(tx)
         for _ in range(100):
@@ -118,7 +118,7 @@ class TestSteps:
         weight = np.asarray(join_weight(p, rest))
         ulps = np.round(rng.standard_normal(weight.size) * 2.0 ** rng.integers(0, 20, weight.size))
         gradient = (weight - ulps * 2.0**-24 * np.exp2(np.floor(np.log2(np.abs(weight))))).astype(np.float32)
-        tx = jlp.optim.master_weights(optax.sgd(1.0), bits)
+        tx = jlp.optim.master_weights(optax.sgd(1.0), bits=bits)
         after, state = stepper(tx)(gradient, tx.init(p)._replace(remainders=rest), p)
         new, found = weight - gradient, np.asarray(join_weight(after, state.remainders))
         p = np.abs(np.asarray(p).astype(np.float64))
@@ -134,7 +134,7 @@ class TestSteps:
         weight = np.asarray(jax.random.normal(jax.random.key(0), (64, 64)))
         p, rest = split(jnp.asarray(weight), bits)
         weight = np.asarray(join_weight(p, rest))
-        tx = jlp.optim.master_weights(optax.scale(-0.37), bits)
+        tx = jlp.optim.master_weights(optax.scale(-0.37), bits=bits)
         given = weight / np.float32(0.37), tx.init(p)._replace(remainders=rest), p
         optimized = {"xla_backend_optimization_level": 3}  # contracts; these tests do without
         after, state = stepper(tx).lower(*given).compile(compiler_options=optimized)(*given)
@@ -164,7 +164,7 @@ class TestSteps:
         g = jax.tree.map(lambda p: jnp.full(p.shape, -(2.0**-9)), params)
 
         def after(key):
-            tx = jlp.optim.master_weights(optax.sgd(1.0), 16, key=key)
+            tx = jlp.optim.master_weights(optax.sgd(1.0), bits=16, key=key)
             p, state = stepper(tx)(g, tx.init(params), params)
             q, _ = stepper(tx)(g, state, params)
             return [np.asarray(x).tobytes() for x in (p["a"], p["b"], q["a"])]
@@ -183,7 +183,7 @@ class TestErrors:
         with pytest.raises(TypeError, match=r"the parameter 'ids' is int32.*optax.masked"):
             tx.init({"ids": jnp.arange(3)})
         with pytest.raises(ValueError, match="master_weights: bits=8; needs 32, 24 or 16"):
-            jlp.optim.master_weights(optax.sgd(1.0), 8)
+            jlp.optim.master_weights(optax.sgd(1.0), bits=8)
         with pytest.raises(TypeError, match="inner=0.1; needs an optax.GradientTransformation"):
             jlp.optim.master_weights(0.1)
         for key in (None, 0.5, "0", True):
@@ -193,7 +193,7 @@ class TestErrors:
             jlp.optim.master_weights(optax.sgd(1.0), key=-1)
 
     def test_states_that_do_not_fit(self, weights):
-        tx, other = (jlp.optim.master_weights(optax.sgd(1.0), bits) for bits in (32, 24))
+        tx, other = (jlp.optim.master_weights(optax.sgd(1.0), bits=bits) for bits in (32, 24))
         state = tx.init(weights)
         needed = "the state has int16[64, 96] at 'remainders'; these parameters and arguments need int8[64, 96]"
         with pytest.raises(ValueError, match=re.escape(needed)):

@@ -59,12 +59,12 @@ def exact():
 def elementwise(bits):
     """Both wrappers around it."""
     inner = jlp.optim.quantized_state(exact(), {"nu": jlp.optim.UNSIGNED}, smallest=2048)
-    return jlp.optim.master_weights(inner, bits)
+    return jlp.optim.master_weights(inner, bits=bits)
 
 
 def one_pass(bits):
     adamw = jlp.optim.adamw(optax.linear_schedule(1e-2, 1e-3, 10), weight_decay=0.1)
-    return jlp.optim.master_weights(jlp.optim.quantized_state(adamw, smallest=2048), bits)
+    return jlp.optim.master_weights(jlp.optim.quantized_state(adamw, smallest=2048), bits=bits)
 
 
 def run(tx, mesh=None, spec=None, steps=3):

@@ -58,7 +58,7 @@ def general(tx):
 def wrapped(inner, bits=None, rules=None, by=lambda tx: tx):
     """Both wrappers, or only `quantized_state`. `by` is called on each inner transformation."""
     tx = jlp.optim.quantized_state(by(inner), rules, key=7, smallest=256)
-    return tx if bits is None else jlp.optim.master_weights(by(tx), bits, key=8)
+    return tx if bits is None else jlp.optim.master_weights(by(tx), bits=bits, key=8)
 
 
 KINDS = [
@@ -72,7 +72,7 @@ KINDS = [
 class TestBytes:
     def test_are_those_of_the_specification(self, bits, dtype):
         tx = jlp.optim.quantized_state(jlp.optim.adamw(1e-2, weight_decay=0.1), smallest=256)
-        tx = tx if bits is None else jlp.optim.master_weights(tx, bits)
+        tx = tx if bits is None else jlp.optim.master_weights(tx, bits=bits)
         p, step = params(dtype), applying(tx)
         state = tx.init(p)
         expected = {

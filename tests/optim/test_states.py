@@ -148,7 +148,7 @@ class TestMemory:
     def test_bytes_per_parameter(self, bits, expected):
         """Of a parameter and its gradient, bfloat16, and AdamW's state."""
         p = {"w": jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16)}
-        tx = jlp.optim.master_weights(jlp.optim.quantized_state(optax.adamw(1e-3)), bits)
+        tx = jlp.optim.master_weights(jlp.optim.quantized_state(optax.adamw(1e-3)), bits=bits)
         explanation = jlp.optim.explain_state(tx, p)
         assert 2 + 2 + explanation.nbytes / 4096**2 == pytest.approx(expected, abs=0.005)
         made = jax.eval_shape(tx.init, p)

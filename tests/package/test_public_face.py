@@ -40,7 +40,8 @@ def test_recipes_default_to_that_of_the_context():
         for parameter in parameters.values()
         if parameter.name in ("recipe", "rules") and parameter.default not in (parameter.empty, jlp.FROM_CONTEXT)
     }
-    assert found == {"jaxlowprec.autocast": None}  # None: enabled=False needs none
+    # None: enabled=False needs none, and rules of optimizer states are not those of a recipe
+    assert found == {"jaxlowprec.autocast": None, "jaxlowprec.optim.quantized_state": None}
     assert "recipe: 'Recipe | None' = FROM_CONTEXT" in pydoc.render_doc(jlp.linear)
     assert str(jlp.FROM_CONTEXT) == "FROM_CONTEXT"
 
@@ -64,6 +65,7 @@ AS_IN_JAX = {  # drop-ins take by place what JAX's function takes by place, and 
     "jaxlowprec.ragged_dot": ["precision", "preferred_element_type", "group_offset", "out_sharding"],
     "jaxlowprec.all_to_all_quantized": ["split_axis", "concat_axis"],
     "jaxlowprec.telemetry.value_and_grad": ["argnums", "has_aux"],
+    "jaxlowprec.optim.adamw": ["b1", "b2", "eps", "weight_decay"],  # optax.adamw
     "jaxlowprec.moe.route": ["k"],  # jax.lax.top_k
     "jaxlowprec.moe.dispatch": ["num_experts"],  # jax.nn.one_hot
 }
