@@ -78,7 +78,11 @@ def run(tx, mesh=None, spec=None, steps=3):
     return p, state
 
 
-@pytest.fixture(scope="module", params=itertools.product([elementwise, one_pass], [32, 16]), ids=str)
+@pytest.fixture(
+    scope="module",
+    params=itertools.product([elementwise, one_pass], [32, 16]),
+    ids=lambda given: f"{given[0].__name__}-{given[1]}",
+)
 def expected(request):
     make, bits = request.param
     tx = make(bits)
