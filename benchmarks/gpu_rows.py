@@ -219,7 +219,8 @@ def optimizer_rows(target: dict[str, float]) -> Iterator[Row]:
         yield Row("memory", name, "a copy of as many bytes", target["AdamW"], functools.partial(made, against="copy"))
         if case.startswith("8 bits stochastic, weights"):
             reached = target["AdamW, optax"]
-            yield Row("memory", name, "optax.adamw of float32", reached, functools.partial(made, against="optax"))
+            beside = name.replace("AdamW", "AdamW beside optax's")
+            yield Row("memory", beside, "optax.adamw of float32", reached, functools.partial(made, against="optax"))
 
 
 # --- GEMMs

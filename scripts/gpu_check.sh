@@ -149,7 +149,7 @@ tests() { # name of a checker or '', arguments of pytest...
 }
 
 gpu_tests=() # in this order
-for name in runtime assumptions matmul quantize training golden int4 grouped statistics producers; do gpu_tests+=("tests/gpu/test_$name.py"); done
+for name in runtime assumptions matmul quantize training golden int4 grouped statistics producers optimizer; do gpu_tests+=("tests/gpu/test_$name.py"); done
 
 sanitize() { # tool
   if ! command -v compute-sanitizer >/dev/null; then

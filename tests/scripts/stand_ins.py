@@ -25,6 +25,7 @@ MODULES = (
     "grouped",
     "statistics",
     "producers",
+    "optimizer",
 )
 ONE_TEST = """
 import pytest

@@ -33,7 +33,7 @@ class Layer(nnx.Module):
         positions: jax.Array,
         tables: Any,
         cache: LayerCache | None,
-        at: TokenPlaces,
+        at: TokenPlaces = FROM_THE_START,
         tape: jax.Array | None = None,
     ) -> tuple[jax.Array, LayerCache | None, jlp.moe.MoEAux | None]:
         """Activations [batch, time, width], the cache, and the experts' `MoEAux`; see `Attention` and `MoE`."""
