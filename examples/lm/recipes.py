@@ -27,6 +27,7 @@ RECIPES: dict[str, Callable[[], jlp.Recipe | None]] = {
     "fp8_current": jlp.Float8CurrentScaling,
     "fp8_delayed": jlp.DelayedScaling,
     "fp8_rows": jlp.Float8RowScaling,
+    "fp8_rows-bf16-wgrad": lambda: jlp.Float8RowScaling(high_precision_wgrad=True),
     "int8_rows": jlp.Int8RowScaling,
     "int8_rows-no-sr": lambda: jlp.Int8RowScaling(disable_stochastic_rounding=True),
     "int4_qat": jlp.Int4QAT,
