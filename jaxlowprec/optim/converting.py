@@ -7,10 +7,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxlowprec.arguments import shown
 from jaxlowprec.ops.rounding import widened
 from jaxlowprec.optim.rules import path_of
-from jaxlowprec.optim.wrapping import Explained, described, shapes_of
+from jaxlowprec.optim.wrapping import Explained, check_transformation, described, shapes_of
 
 _WHO = "convert_state"
 
@@ -53,10 +52,7 @@ def convert_state(state: Any, params: Any, *, source: Any, target: Any, like: An
     True
     """
     for name, tx in (("source", source), ("target", target)):
-        if not (hasattr(tx, "init") and hasattr(tx, "update")):
-            raise TypeError(
-                f"{_WHO}: {name}={shown(tx)}; needs an optax.GradientTransformation such as optax.adamw(1e-3)"
-            )
+        check_transformation(_WHO, name, tx)
     like = shapes_of(params if like is None else like)
     given, wanted = _by_path(params), _by_path(like)
     _check_trees("like", wanted, "params", given)

@@ -95,14 +95,19 @@ def shapes_of(params: Any) -> Any:
     return jax.tree.map(lambda p: jax.ShapeDtypeStruct(jnp.shape(p), jnp.result_type(p)), params)
 
 
+def check_transformation(who: str, name: str, tx: Any) -> None:
+    """Raises TypeError unless an argument of that name is a transformation."""
+    if not (hasattr(tx, "init") and hasattr(tx, "update")):
+        raise TypeError(f"{who}: {name}={shown(tx)}; needs an optax.GradientTransformation such as optax.adamw(1e-3)")
+
+
 def with_extra_arguments(who: str, inner: Any) -> Any:
     """The transformation that is wrapped, taking further arguments of `update`.
 
     Raises:
         TypeError: it is none.
     """
-    if not (hasattr(inner, "init") and hasattr(inner, "update")):
-        raise TypeError(f"{who}: inner={shown(inner)}; needs an optax.GradientTransformation such as optax.adamw(1e-3)")
+    check_transformation(who, "inner", inner)
     import optax  # a dependency of training programs, not of this library
 
     return optax.with_extra_args_support(inner)
