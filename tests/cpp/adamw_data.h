@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "adamw_reference.h"
+#include "check.h"
 #include "kernel_data.h"
 
 namespace jaxlowprec {
@@ -131,5 +132,16 @@ class AdamWData {
   std::vector<float> scalars_;
   std::vector<uint32_t> words_, row_numbers_, block_numbers_;
 };
+
+/// The results of one are those of the other, byte for byte.
+inline void check_results(AdamWData& found, AdamWData& expected) {
+  for (size_t i = 0; i < found.results().size(); ++i) {
+    const auto [name, bytes] = found.results()[i];
+    const auto& wanted = *expected.results()[i].second;
+    const auto at = std::mismatch(bytes->begin(), bytes->end(), wanted.begin(), wanted.end()).first - bytes->begin();
+    const check::Given of(std::string(name) + " at byte " + std::to_string(at));
+    CHECK(*bytes == wanted);
+  }
+}
 
 }  // namespace jaxlowprec

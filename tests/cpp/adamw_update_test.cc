@@ -18,13 +18,7 @@ void check_against_reference(const AdamWVariant& variant, Size size, Data data, 
   for_all_runs([&](const Kernels& k, bool scrambled) {
     AdamWData found = before;
     run_chunks(k, found.problem(), scrambled);
-    for (size_t i = 0; i < found.results().size(); ++i) {
-      const auto [name, bytes] = found.results()[i];
-      const auto& wanted = *expected.results()[i].second;
-      const auto at = std::mismatch(bytes->begin(), bytes->end(), wanted.begin(), wanted.end()).first - bytes->begin();
-      const check::Given of(std::string(name) + " at byte " + std::to_string(at));
-      CHECK(*bytes == wanted);
-    }
+    check_results(found, expected);
   });
 }
 

@@ -94,13 +94,7 @@ double check_bytes(AdamWData found, std::mt19937& random, int64_t misalignment =
   vary_order(random);
   CHECK_EQ(cuda::launch(there.problem, nullptr), cudaSuccess);
   there.copy_back();
-  for (size_t i = 0; i < found.results().size(); ++i) {
-    const auto [name, bytes] = found.results()[i];
-    const auto& wanted = *expected.results()[i].second;
-    const auto at = std::mismatch(bytes->begin(), bytes->end(), wanted.begin(), wanted.end()).first - bytes->begin();
-    const check::Given of(std::string(name) + " at byte " + std::to_string(at));
-    CHECK(*bytes == wanted);
-  }
+  check_results(found, expected);
   const AdamWUpdateProblem& p = there.problem;
   const double once = static_cast<double>(p.batch * p.rows * p.columns) * reference::element_size(p.g_type);
   return there.gradient_read() / once;
