@@ -26,7 +26,7 @@ from jaxlowprec.wiring import native
 
 COLUMNS = 4096
 SCALARS = np.array([0.9, 0.1, 0.999, 0.001, 0.1, 0.001, 1e-8, 0.1, -1e-3], np.float32)
-WORDS = np.arange(6, dtype=np.uint32).reshape(3, 2)
+WORDS = np.arange(4, dtype=np.uint32).reshape(2, 2)
 TARGET = 1.0  # of optax's time, with stochastic rounding
 CASES: dict[str, tuple[Any, Any, int | None]] = {  # how states are rounded, the parameter's dtype and its bits
     "8 bits stochastic, weights of 32 bits": ("stochastic", jnp.bfloat16, 32),

@@ -439,7 +439,7 @@ struct AdamWUpdateProblem {
   void* new_rest;                 // may be rest
   MomentState mu, nu;             // with a sign, and without
   const float* scalars;           // [batch, 9]: AdamWScalars
-  const uint32_t* words;          // [batch, 3, 2]: of the draws for mu, nu and the weight; null: nothing is drawn
+  const uint32_t* words;          // [batch, 2, 2]: of the draws for both moments, and for the weight; null: nothing is drawn
   const uint32_t* row_numbers;    // [rows]: places in the whole array, of rows
   const uint32_t* block_numbers;  // [blocks()]: and of 32 elements of a row
 

@@ -122,7 +122,7 @@ def _update_leaf(path: str, g: Any, p: Any, mu: Any, nu: Any, scalars: Any, resu
         raise ValueError(f"{_WHO}: the gradient of {path!r} is {shown(g)}; the parameter has the shape {p.shape}")
     weight = p if isinstance(p, HeldWeight) else HeldWeight(p, None, None, None)
     m, v = (x if isinstance(x, HeldMoment) else HeldMoment(x, None, None) for x in (mu, nu))
-    words = [m.words, v.words, weight.words]
+    words = [m.words if v.words is None else v.words, weight.words]  # those of both moments are the same
     new = adamw_update(
         g,
         weight.parameter,

@@ -48,11 +48,13 @@ class Choice(NamedTuple):
 
     Attributes:
         path: the keys that lead to it, "0/mu/layer/kernel".
+        place: those without the field, "0/layer/kernel": moments of the same element have the same draw.
         code: None: it stays as it is.
         note: why.
     """
 
     path: str
+    place: str
     code: StateCode | None
     note: str = ""
 
@@ -92,12 +94,12 @@ def choose(tree: Any, params: Any, rules: Rules, smallest: int) -> list[Choice]:
     """
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     if callable(rules):
-        return [_chosen(rules, path_of(path), leaf) for path, leaf in leaves]
+        return [_chosen(rules, path_of(path), _place(tree, path), leaf) for path, leaf in leaves]
     given: Mapping[str, StateCode | None] = rules or {}
     merged, used = {**RULES, **given}, set()
     choices = []
     for path, leaf in leaves:
-        fields = list(_names(tree, path))
+        fields = [name for _, *both in _fields(tree, path) for name in both]
         names = [name for name in fields if name in given] or [name for name in fields if name in RULES]
         note = _unfit(leaf)
         if not note:
@@ -110,9 +112,9 @@ def choose(tree: Any, params: Any, rules: Rules, smallest: int) -> list[Choice]:
                 note = f"kept by rules[{names[0]!r}]"
             elif leaf.size < smallest:
                 note = f"{leaf.size} elements; smallest={smallest}"
-        choices.append(Choice(path_of(path), None if note else merged[names[0]], note))
+        choices.append(Choice(path_of(path), _place(tree, path), None if note else merged[names[0]], note))
     if (unused := sorted(set(given) - used)) and jax.tree.leaves(params):
-        last = sorted({name for path, leaf in leaves if not _unfit(leaf) for name in [*_names(tree, path)][-1:]})
+        last = sorted({name for path, leaf in leaves if not _unfit(leaf) for *_, name in [*_fields(tree, path)][-1:]})
         raise ValueError(
             f"quantized_state: rules[{unused[0]!r}] names no field of floats in the state of this transformation; its "
             f"last fields are {', '.join(last) or 'none'}: name one of these, or leave the rule out"
@@ -120,18 +122,18 @@ def choose(tree: Any, params: Any, rules: Rules, smallest: int) -> list[Choice]:
     return choices
 
 
-def _chosen(rules: Callable[[str, Any], Any], path: str, leaf: Any) -> Choice:
+def _chosen(rules: Callable[[str, Any], Any], path: str, place: str, leaf: Any) -> Choice:
     """The choice of a function for one leaf."""
     code = rules(path, leaf)
     if code is None:
-        return Choice(path, None, _unfit(leaf) or "kept by rules")
+        return Choice(path, place, None, _unfit(leaf) or "kept by rules")
     _check_code(f"rules({path!r}, leaf)", code)
     if (note := _unfit(leaf)) or not leaf.ndim:
         raise TypeError(
             f"quantized_state: rules gave {code} to {path!r}, which is {note or 'a number'}; codes are for arrays of "
             f"{' or '.join(CODED)}: return None for it"
         )
-    return Choice(path, code)
+    return Choice(path, place, code)
 
 
 def _check_code(name: str, code: Any) -> None:
@@ -148,16 +150,21 @@ def _unfit(leaf: Any) -> str:
     return "" if str(dtype) in CODED else f"{dtype}"
 
 
-def _names(tree: Any, path: Any) -> Iterator[str]:
-    """The fields on the way to a leaf, from the outermost: "MuonState.mu" and then "mu"."""
+def _place(tree: Any, path: Any) -> str:
+    """The path of a leaf without the innermost field of a state."""
+    fields = [at for at, *_ in _fields(tree, path)]
+    return path_of([key for at, key in enumerate(path) if at not in fields[-1:]])
+
+
+def _fields(tree: Any, path: Any) -> Iterator[tuple[int, str, str]]:
+    """The fields on the way to a leaf, from the outermost: where in the path, "MuonState.mu" and "mu"."""
     node = tree
-    for key in path:
+    for at, key in enumerate(path):
         try:
             if isinstance(node, Explained):
                 node = node.state
             elif isinstance(key, GetAttrKey) and (hasattr(node, "_fields") or dataclasses.is_dataclass(node)):
-                yield f"{type(node).__name__}.{key.name}"
-                yield key.name
+                yield at, f"{type(node).__name__}.{key.name}", key.name
                 node = getattr(node, key.name)
             elif isinstance(key, DictKey | SequenceKey):
                 node = node[key.key if isinstance(key, DictKey) else key.idx]

@@ -103,7 +103,7 @@ def quantized_state(inner: Any, rules: Rules = None, *, key: Any = 0, smallest: 
         readable = wrapping.is_readable(_WHO, state, QuantizedState)
         like = jax.eval_shape(inner.init, params)
         choices = choose(like, params, rules, smallest)
-        words = words_of_leaves(state.words, state.step + 1, [c.path for c in choices], STREAM_OF_STATES)
+        words = words_of_leaves(state.words, state.step + 1, [c.place for c in choices], STREAM_OF_STATES)
         drawn = [words[i] if _draws(c) else None for i, c in enumerate(choices)]
         before = _stored(state, like, choices)
         for i, (choice, sign) in enumerate(zip(choices, signs_of(inner, like), strict=True)):

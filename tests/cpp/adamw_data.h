@@ -70,7 +70,7 @@ class AdamWData {
           0.9f, 0.1f,  0.999f, 0.001f, correction(0.9, random), correction(0.999, random), b % 2 ? 0.0f : 1e-8f,
           0.1f, -1e-3f};
       scalars_.insert(scalars_.end(), scalars, scalars + 9);
-      for (int i = 0; i < 6; ++i) words_.push_back(random());
+      for (int i = 0; i < 4; ++i) words_.push_back(random());
     }
     const uint32_t first_row = random(), first_block = random() % 1000;
     for (int64_t r = 0; r < rows; ++r) row_numbers_.push_back(first_row + static_cast<uint32_t>(r));

@@ -21,11 +21,11 @@ inline float divide(float a, float b) { return rounded(static_cast<double>(L::fl
 
 inline float one_nan(float x) { return std::isnan(x) ? L::from_bits(kNaNBits) : x; }
 
-/// The draw of an element.
+/// The draw of an element: 0 for both moments, 1 for the weight.
 inline int draw(const AdamWUpdateProblem& p, int64_t batch, int which, int64_t row, int64_t column) {
   uint32_t counter[4] = {p.block_numbers[column / 32] * 4 + static_cast<uint32_t>(column % 32 / 8), p.row_numbers[row], 13,
                          0};
-  const uint32_t* words = p.words + 6 * batch + 2 * which;
+  const uint32_t* words = p.words + 4 * batch + 2 * which;
   philox4x32_10<float>(counter, words[0], words[1]);
   return static_cast<int>(counter[column % 8 / 2] >> (16 * (column % 2)) & 0xFFFF);
 }
@@ -113,7 +113,7 @@ inline void adamw_update(const AdamWUpdateProblem& p) {
       const bool draws[3] = {p.mu.stochastic, p.nu.stochastic, p.weight == WeightKind::kDrawn};
       for (int k = 0; k < 3; ++k) {
         drawn[k].assign(p.columns, kNotDrawn);
-        for (int64_t c = 0; draws[k] && c < p.columns; ++c) drawn[k][c] = draw(p, batch, k, row, c);
+        for (int64_t c = 0; draws[k] && c < p.columns; ++c) drawn[k][c] = draw(p, batch, k / 2, row, c);
       }
       for (int64_t c = 0; c < p.columns; ++c) {
         const int64_t i = line * p.columns + c, block = line * p.blocks() + c / 32;

@@ -36,7 +36,7 @@ class OnDevice {
     }
     large_ = static_cast<int>(arrays_.size());
     put(p.scalars, 36 * p.batch, "scalars", Access::kReadOnly);
-    put(p.words, 24 * p.batch, "words", Access::kReadOnly);
+    put(p.words, 16 * p.batch, "words", Access::kReadOnly);
     put(p.row_numbers, 4 * p.rows, "rows", Access::kReadOnly);
     put(p.block_numbers, 4 * p.blocks(), "blocks", Access::kReadOnly);
   }

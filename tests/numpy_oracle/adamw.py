@@ -35,8 +35,7 @@ def steps(gradients, p, rate, *, bits=None, coded=True, key=(0, 0), path="w", is
     zeros, rounding = np.zeros(p.shape, np.float32), "stochastic" if coded else None
     mu, nu = (oracle.encode_relative(zeros, signed) if coded else zeros for signed in (True, False))
     for i, g in enumerate(gradients):
-        places = [(f"0/mu/{path}", 15), (f"0/nu/{path}", 15), (path, 16)]
-        words = [oracle.leaf_words(key, i + 1, leaf, stream) for leaf, stream in places]
+        words = [oracle.leaf_words(key, i + 1, *place) for place in ((f"0/{path}", 15), (path, 16))]
         now = scalars(i + 1, rate(i) if callable(rate) else rate, **options)
         new, rest, mu, nu = oracle.adamw_update(g, p, rest, mu, nu, now, words, (rounding, rounding), bits, is_update)
         yield new, rest, mu, nu

@@ -139,7 +139,7 @@ def adamw_update(g, p, rest, mu, nu, scalars, words, codes, bits, is_update=Fals
         g, p: float32 or bfloat16 [..., C].
         mu, nu: float32 [..., C], or codes and exponents.
         scalars: float32 [9].
-        words: uint32 [3, 2].
+        words: uint32 [2, 2].
         codes: the rounding of each moment, None for float32.
     """
     b1, c1, b2, c2, k1, k2, epsilon, decay, minus_rate = rounded(scalars)
@@ -159,8 +159,8 @@ def adamw_update(g, p, rest, mu, nu, scalars, words, codes, bits, is_update=Fals
         moments = [
             stored(x)
             if rounding is None
-            else encode_relative(stored(x), signed, half_words(x.shape, w) if rounding == "stochastic" else None)
-            for x, rounding, signed, w in zip((m, v), codes, (True, False), words[:2], strict=True)
+            else encode_relative(stored(x), signed, half_words(x.shape, words[0]) if rounding == "stochastic" else None)
+            for x, rounding, signed in zip((m, v), codes, (True, False), strict=True)
         ]
         weight = rounded(weight + update)
         if is_float32:
@@ -171,7 +171,7 @@ def adamw_update(g, p, rest, mu, nu, scalars, words, codes, bits, is_update=Fals
             nearest = (b + 0x7FFF + b // 2**16 % 2) // 2**16
             upper, rest = np.where(np.isnan(weight), b // 2**16, nearest).astype(np.uint16), None
         else:
-            upper, rest = split(weight, bits, half_words(p.shape, words[2]))
+            upper, rest = split(weight, bits, half_words(p.shape, words[1]))
         if not is_update:
             return upper.view(p.dtype), rest, *moments
         new, old = (rounded(join(bits_of, None, 16)) for bits_of in (upper, p.view(np.uint16)))

@@ -107,7 +107,7 @@ class TestUpdate:
             for name in ("w", "stack"):
                 for field in ("mu", "nu"):
                     x = np.asarray(getattr(plain[0], field)[name])
-                    draws = oracle.half_words(x.shape, oracle.leaf_words(words, step, f"0/{field}/{name}", 15))
+                    draws = oracle.half_words(x.shape, oracle.leaf_words(words, step, f"0/{name}", 15))
                     q = oracle.encode_fixed(x, draws) if field == "mu" else oracle.encode_relative(x, False, draws)
                     found = getattr(state.codes[0], field)[name], getattr(state.exponents[0], field)[name]
                     assert_same_bytes(found, q)

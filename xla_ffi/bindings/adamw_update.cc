@@ -97,7 +97,7 @@ ffi::Error adamw_update(Engine engine, ffi::AnyBuffer g, ffi::AnyBuffer p, ffi::
   take_moment(taken, count, exponents, stochastic_mu, problem.mu);
   take_moment(taken, count, exponents, stochastic_nu, problem.nu);
   if (drawn) {
-    problem.words = static_cast<const uint32_t*>(taken.argument(Type::U32, 6 * problem.batch));
+    problem.words = static_cast<const uint32_t*>(taken.argument(Type::U32, 4 * problem.batch));
     problem.row_numbers = static_cast<const uint32_t*>(taken.argument(Type::U32, problem.rows));
     problem.block_numbers = static_cast<const uint32_t*>(taken.argument(Type::U32, problem.blocks()));
   }

@@ -64,7 +64,7 @@ def adamw_update(
         mu, nu: the first and the second moment: float32 [..., C], or `Coded`.
         scalars: float32 [9]: b1, 1 - b1, b2, 1 - b2, the bias corrections of mu and nu, epsilon, the weight decay, and
             minus the learning rate.
-        words: uint32 [3, 2]: of the draws for mu, nu and p; None where nothing is rounded stochastically.
+        words: uint32 [2, 2]: of the draws for both moments, and for p; None where nothing is rounded stochastically.
         codes: how mu and nu are rounded to codes.
         bits: how a bfloat16 parameter keeps its weight: 32 or 24, with a remainder; 16, rounded stochastically; None,
             rounded to nearest. A float32 one has None.
@@ -95,7 +95,7 @@ def adamw_update(
     mu, nu = (_moment(name, m, p.shape, r) for name, m, r in (("mu", mu, codes[0]), ("nu", nu, codes[1])))
     scalars = _fits("scalars", scalars, (9,), jnp.float32)
     draws = bits == 16 or "stochastic" in codes
-    words = _fits("words", words, (3, 2) if draws else None, jnp.uint32)
+    words = _fits("words", words, (2, 2) if draws else None, jnp.uint32)
     if draws and (axes := varying_axes(p)):
         raise ValueError(
             f"{_WHO}: p of shape {p.shape} differs along the mesh axes {sorted(axes)} of a shard_map; stochastic "

@@ -55,8 +55,8 @@ def rule_of(spec: UpdateSpec) -> wiring.ShardingRule:
     array = f"... {rows} {columns}"
     moments = [part for coded in spec.coded for part in ([array, f"... {rows} {blocks}"] if coded else [array])]
     kept = [array] * spec.remains + moments
-    operands = [array, array, "... numbers", *kept, *["... three two", rows, blocks] * spec.draws]
-    whole = ["numbers", *["three", "two"] * spec.draws, *["columns"] * (columns == "columns")]
+    operands = [array, array, "... numbers", *kept, *["... kinds two", rows, blocks] * spec.draws]
+    whole = ["numbers", *["kinds", "two"] * spec.draws, *["columns"] * (columns == "columns")]
     whole += ["blocks"] * (blocks == "blocks" and "blocks" in " ".join(operands))
     sizes: dict[str, Any] = {"k": BLOCK} if columns == "(c k)" else {}
     return wiring.ShardingRule(f"{', '.join(operands)} -> {', '.join([array, *kept])}", whole=whole, **sizes)

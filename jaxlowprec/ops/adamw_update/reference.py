@@ -30,7 +30,7 @@ class Places(NamedTuple):
     """Where an array lies in the whole one, and the words of its draws.
 
     Attributes:
-        words: uint32 [..., 3, 2]: those of the first moment, of the second, and of the weights.
+        words: uint32 [..., 2, 2]: those of the moments, and of the weights.
         rows: uint32 [..., of any axes before the columns], the numbers of rows.
         blocks: uint32 [ceil(C / 32)], the numbers of each 32 elements of a row.
     """
@@ -40,7 +40,7 @@ class Places(NamedTuple):
     blocks: jax.Array
 
     def draws(self, which: int, columns: int) -> jax.Array:
-        """uint32 [..., columns] below 2^16. `which`: 0, 1 or 2, of the words."""
+        """uint32 [..., columns] below 2^16. `which`: 0 or 1, of the words."""
         each = BLOCK // EIGHTH
         eighths = (self.blocks[:, None] * jnp.uint32(each) + jnp.arange(each, dtype=jnp.uint32)).reshape(-1)
         words = _spread(self.words[..., which, :], self.rows.ndim + 1, 1)
@@ -79,7 +79,7 @@ def adamw_update(
     u = flush(quotient(flush(quotient(m, k1)), flush(root(flush(quotient(v, k2))) + epsilon)))
     update = flush(minus_rate * flush(u + flush(decay * weight)))
     new_mu, new_nu = (
-        stored(new) if isinstance(old, jax.Array) else encode_relative(new, i == 0, drawn(i, stochastic[i]))
+        stored(new) if isinstance(old, jax.Array) else encode_relative(new, i == 0, drawn(0, stochastic[i]))
         for i, (old, new) in enumerate(((mu, m), (nu, v)))
     )
     if p.dtype == jnp.float32:
@@ -88,7 +88,7 @@ def adamw_update(
     if bits is None:
         new, rest = nearest_weight(weight), None
     else:
-        new, rest = split_weight(weight, bits, drawn(2, bits == 16))
+        new, rest = split_weight(weight, bits, drawn(1, bits == 16))
     return stored(flush(flush(widened(new)) - flush(widened(p)))) if is_update else new, rest, new_mu, new_nu
 
 

@@ -192,7 +192,7 @@ class AdamWPass {
       : p(given),
         rows_(rows),
         arrays_(given, batch),
-        words_(given.words ? given.words + 6 * batch : nullptr),
+        words_(given.words ? given.words + 4 * batch : nullptr),
         scalars_(load<AdamWScalars>(p.scalars + kAdamWScalars * batch)),
         k1_(scalars_.k1),
         k2_(scalars_.k2) {}
@@ -217,9 +217,9 @@ class AdamWPass {
     U32 eighths = U32{};
     for (int i = 0; i < kLanes; ++i)
       if (i / 4 < count) eighths[i] = p.block_numbers[block + i / 4] * 4 + i % 4;
-    const bool drawn[] = {p.mu.stochastic, p.nu.stochastic, p.weight == WeightKind::kDrawn};
-    JLP_UNROLL(3)
-    for (int which = 0; which < 3; ++which) {
+    const bool drawn[] = {p.mu.stochastic || p.nu.stochastic, p.weight == WeightKind::kDrawn};
+    JLP_UNROLL(2)
+    for (int which = 0; which < 2; ++which) {
       if (!drawn[which]) continue;
       U32 counter[4] = {eighths, fill<F32>(p.row_numbers[row]), fill<F32>(kDrawnHalves), U32{}};
       philox(counter, words_[2 * which], words_[2 * which + 1]);
@@ -273,9 +273,9 @@ class AdamWPass {
       const F32 over_k2 = kOrdinary ? k2_.divide(v.of[i]) : v.of[i] / scalars_.k2;
       change.of[i] = adamw_change<F32>(over_k1, over_k2, old.of[i], scalars_);
     }
-    store_weights(at, old, change, draws_[2] + drawn);
+    store_weights(at, old, change, draws_[1] + drawn);
     store_moment<true, kOrdinary>(p.mu, m, at[AdamWArrays::kMu].to, block, draws_[0] + drawn);
-    store_moment<false, kOrdinary>(p.nu, v, at[AdamWArrays::kNu].to, block, draws_[1] + drawn);
+    store_moment<false, kOrdinary>(p.nu, v, at[AdamWArrays::kNu].to, block, draws_[0] + drawn);
   }
 
   template <bool kSigned>
@@ -347,7 +347,7 @@ class AdamWPass {
   const uint32_t* words_;
   const AdamWScalars scalars_;
   const KnownDivisor k1_, k2_;
-  alignas(64) uint16_t draws_[3][kRun * kStateBlock];
+  alignas(64) uint16_t draws_[2][kRun * kStateBlock];
 };
 
 struct AdamWUpdate {

@@ -16,9 +16,9 @@ struct AdamWArguments {
   uint32_t step_rows, step_blocks;  // from a warp's blocks to its next ones
 };
 
-/// Philox's ten pairs of round keys for the draws of a matrix's first moments, second moments and weights.
+/// Philox's ten pairs of round keys for the draws of a matrix's moments and of its weights.
 struct AdamWShared {
-  alignas(16) uint32_t keys[3][20];
+  alignas(16) uint32_t keys[2][20];
 };
 
 /// Where a block is: its number and its row's in the whole array, its elements, and its exponents.
@@ -130,8 +130,8 @@ JLP_DEVICE void update_block(const AdamWArguments& a, const AdamWShared& shared,
   }
   __syncwarp();  // the new exponent may take the place of the old one
   store_moment<true>(p.mu, place, shared.keys[0], step.m, there);
-  store_moment<false>(p.nu, place, shared.keys[1], step.v, there);
-  store_weight(p, place, shared.keys[2], weight + step.update, step.update, there);
+  store_moment<false>(p.nu, place, shared.keys[0], step.v, there);
+  store_weight(p, place, shared.keys[1], weight + step.update, step.update, there);
 }
 
 }  // namespace cuda

@@ -243,15 +243,15 @@ struct UpdatedEight {
     if ((kCoded || kWeight == WeightKind::kDrawn) && p.words)
       at = 4 * p.block_numbers[block] + threadIdx.x % 4, line = p.row_numbers[row];
     if constexpr (kCoded) {
-      if (p.mu.stochastic && p.nu.stochastic) {  // both at once: two chains of products
-        draw_eighth(shared.keys[0], at, line, of_m);
-        draw_eighth(shared.keys[1], at, line, of_v);
+      draw_or_halve(p.mu.stochastic, shared.keys[0], at, line, of_m);
+      if (p.mu.stochastic && p.nu.stochastic) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) of_v[i] = of_m[i];
       } else {
-        draw_or_halve(p.mu.stochastic, shared.keys[0], at, line, of_m);
-        draw_or_halve(p.nu.stochastic, shared.keys[1], at, line, of_v);
+        draw_or_halve(p.nu.stochastic, shared.keys[0], at, line, of_v);
       }
     }
-    if (kWeight == WeightKind::kDrawn) draw_eighth(shared.keys[2], at, line, of_weight);
+    if (kWeight == WeightKind::kDrawn) draw_eighth(shared.keys[1], at, line, of_weight);
 
     float m[8], v[8], weights[8], products = 0;
     updated.is_rare = mu.numbers(m);

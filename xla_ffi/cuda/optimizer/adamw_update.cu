@@ -17,8 +17,8 @@ constexpr int kAdamWPiece = kAdamWThreads / 32 * kAdamWWarpBlocks;
 JLP_DEVICE void start_draws(const AdamWUpdateProblem& p, int64_t batch, AdamWShared& shared) {
   __syncthreads();
   const uint32_t i = threadIdx.x % 20, which = threadIdx.x / 20;
-  if (p.words && which < 3)
-    shared.keys[which][i] = p.words[6 * batch + 2 * which + i % 2] + i / 2 * (i % 2 ? kPhiloxKeyStep1 : kPhiloxKeyStep0);
+  if (p.words && which < 2)
+    shared.keys[which][i] = p.words[4 * batch + 2 * which + i % 2] + i / 2 * (i % 2 ? kPhiloxKeyStep1 : kPhiloxKeyStep0);
   __syncthreads();
 }
 
