@@ -184,6 +184,7 @@ def convert(
         options: how the conversion is carried out.
 
     Raises:
+        TypeError: a scheme that is none.
         CheckpointError: the source, the destination or the rules do not allow it; see `plan_quantization`.
     """
     rules = Rules(tuple(ignore), tuple(include), tuple(defaults))

@@ -19,7 +19,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from jaxlowprec.checkpoints.errors import CheckpointError
-from jaxlowprec.checkpoints.schemes.base import Scheme
+from jaxlowprec.checkpoints.schemes.base import Scheme, require_scheme
 from jaxlowprec.checkpoints.schemes.mixed import ConfigGroup, Mixed, why_not_together
 
 HEADS = r"re:(.*\.)?(lm_head|output_layer|embed_out|shared_head\.head|score|classifier|v_head)(\.|$)"
@@ -246,6 +246,7 @@ class Choice:
         overrides: rules, as in `Rules`, and their schemes.
 
     Raises:
+        TypeError: a scheme that is none.
         CheckpointError: a rule that is not valid, or schemes that no configuration names together.
     """
 
@@ -253,8 +254,10 @@ class Choice:
     overrides: tuple[tuple[str, Scheme], ...] = ()
 
     def __post_init__(self):
-        for rule, _ in self.overrides:
+        require_scheme("convert", self.default, or_none=False)
+        for rule, scheme in self.overrides:
             check_rule(rule)
+            require_scheme("convert", scheme, or_none=False)
         if mixed := [scheme for scheme in self.schemes if isinstance(scheme, Mixed)]:
             names = ", ".join(scheme.name for scheme in mixed[0].schemes)
             raise CheckpointError(f"scheme is a Mixed ({names}); give one of its schemes, and the others as overrides")

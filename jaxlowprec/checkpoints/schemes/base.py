@@ -352,9 +352,8 @@ def on_the_cpu() -> contextlib.AbstractContextManager[Any]:
         ) from None
 
 
-def require_scheme(who: str, scheme: Any) -> None:
-    """Raises TypeError unless an argument is a scheme or None."""
-    if scheme is not None and not isinstance(scheme, Scheme):
-        raise TypeError(
-            f'{who}: scheme={shown(scheme)}; needs a scheme, such as checkpoints.schemes.by_name("w4a16"), or None'
-        )
+def require_scheme(who: str, scheme: Any, or_none: bool = True) -> None:
+    """Raises TypeError unless an argument is a scheme or, where it may be, None."""
+    if not (isinstance(scheme, Scheme) or (or_none and scheme is None)):
+        needed = f'a scheme, such as checkpoints.schemes.by_name("w4a16"){", or None" if or_none else ""}'
+        raise TypeError(f"{who}: scheme={shown(scheme)}; needs {needed}")

@@ -455,3 +455,9 @@ def test_memory_does_not_grow_with_the_file(tmp_path):
     middle = len(held) // 2
     growth = min(held[middle:]) - min(held[4:middle])  # once it is compiled; kept results would add 17 MiB
     assert growth < weight.nbytes, growth
+
+
+@pytest.mark.parametrize("given", [{"scheme": "nvfp4"}, {"scheme": None}, {"overrides": {"re:.*": "nvfp4"}}])
+def test_a_name_is_no_scheme(tmp_path, given):
+    with pytest.raises(TypeError, match=r"convert: scheme=('nvfp4'|None); needs a scheme, such as .*\)$"):
+        convert(tmp_path, tmp_path / "new", **{"scheme": schemes.by_name("w4a16"), **given})
