@@ -3,6 +3,7 @@
     python examples/train_lm.py --recipe bf16,nvfp4 --steps 400 --out runs/demo
     python examples/train_lm.py --recipe bf16,nvfp4,nvfp4:0.8:nvfp4-bf16-forward    # bf16 forward passes from 80 % on
     python examples/train_lm.py --experts 8 --top-k 2               # a mixture of experts in each block
+    python examples/train_lm.py --states 8-bit-masters-24          # AdamW's states in 8 bits, weights in 24
     python examples/train_lm.py --mesh data=2,fsdp=2,tensor=2      # over eight devices
 
 SIGTERM saves a run after the step in progress and ends it; --resume continues it, on any mesh.
@@ -21,12 +22,14 @@ import jax
 from lm import mesh, processes
 from lm.data import Batches, read_text
 from lm.model import SIZES
+from lm.optimizers import FAULTS, STATES, Optimizer
 from lm.preemption import Notice, Preempted
 from lm.recipes import NEEDS, run_named
 from lm.report import add_gaps, table, write
-from lm.training import Run, Schedule, train
+from lm.training import Schedule, train
 
 PREEMPTED = "exit code of a run that SIGTERM has ended, for schedulers that take 0 for a run that is done"
+KEPT = "how AdamW keeps its states, and masters the weights of matrices, in all runs"
 TELEMETRY = "record what quantisation does every so many steps (default 10), for jaxlowprec report and watch"
 
 
@@ -39,6 +42,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=8, help="windows of the context's length in a step")
     parser.add_argument("--learning-rate", type=float, default=1e-3, help="peak of the schedule")
     parser.add_argument("--seed", type=int, default=0, help="seed of the initial parameters and the data's order")
+    parser.add_argument(
+        "--states", choices=[name for name in STATES if name not in FAULTS], default="float32", help=KEPT
+    )
     parser.add_argument("--bf16-first", type=int, default=0, help="blocks kept in bf16 at the input's end")
     parser.add_argument("--bf16-last", type=int, default=1, help="blocks kept in bf16 at the output's end")
     parser.add_argument("--experts", type=int, default=0, help="experts in each block, instead of its MLP")
@@ -75,9 +81,10 @@ def arguments() -> argparse.Namespace:
         top_k=options.top_k,
     )
     try:
-        options.runs = [run_named(name, options.steps) for name in names]
+        runs = [run_named(name, options.steps) for name in names]
     except ValueError as error:
         parser.error(f"--recipe {error}")
+    options.runs = [dataclasses.replace(run, optimizer=Optimizer(states=options.states)) for run in runs]
     try:
         processes.check(options)
         options.layout = layout(options)
@@ -113,7 +120,8 @@ def main() -> None:
     batches = Batches(read_text(options.text), options.batch, config.context, options.seed, where.rows(options.batch))
     runs, names = list(options.runs), [run.name for run in options.runs]
     if "bf16" in names and len(runs) > 1 and not options.no_noise_floor:
-        runs.insert(names.index("bf16") + 1, Run("bf16 perturbed", perturbation=1e-4))
+        bf16 = names.index("bf16")
+        runs.insert(bf16 + 1, dataclasses.replace(runs[bf16], name="bf16 perturbed", perturbation=1e-4))
     first = jax.process_index() == 0
     if first:
         print(f"jaxlowprec on {jax.default_backend()}, jax {jax.__version__}: {config}")
@@ -132,6 +140,7 @@ def main() -> None:
     add_gaps(results)
     print("\n" + table(results))
     settings = {"config": dataclasses.asdict(config), "schedule": dataclasses.asdict(schedule), "jax": jax.__version__}
+    settings["states"] = options.states
     write(results, settings, options.out)
     print(f"\nreport: {options.out / 'report.json'}   picture: {options.out / 'loss.png'}")
     if options.telemetry:

@@ -116,6 +116,24 @@ def test_a_killed_run_resumes_where_its_checkpoint_was(text, tmp_path):
     assert json.loads((killed / "nvfp4" / "expert_loads.json").read_text()) == resumed["expert_loads"]
 
 
+@pytest.mark.slow
+def test_states_in_8_bits_train_as_float32_ones_and_resume(text, tmp_path):
+    options = ("--steps", "6", "--checkpoint-every", "3", "--recipe", "nvfp4")
+    ours = ("--states", "8-bit-masters-24")
+    run_python(*command(text, tmp_path / "float32", *options))
+    run_python(*command(text, tmp_path / "ours", *options, *ours))
+    (expected,), (found,) = (report(tmp_path / name)["runs"] for name in ("float32", "ours"))
+    assert found["losses"][0] == expected["losses"][0] and found["losses"] != expected["losses"]
+    assert found["losses"] == pytest.approx(expected["losses"], rel=0.01)
+    sizes = [
+        sum(file.stat().st_size for file in (tmp_path / name / "nvfp4" / "checkpoints").rglob("*") if file.is_file())
+        for name in ("float32", "ours")
+    ]
+    assert sizes[1] < 0.7 * sizes[0]
+    run_python(*command(text, tmp_path / "ours", *options[2:], *ours, "--steps", "8", "--resume"))
+    assert report(tmp_path / "ours")["runs"][0]["losses"][:6] == found["losses"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -124,6 +142,7 @@ def test_a_killed_run_resumes_where_its_checkpoint_was(text, tmp_path):
         (("--recipe", "nvfp4:9:bf16", "--steps", "9"), "a phase begins at step 9 of 9 steps; needs an earlier step"),
         (("--recipe", "bf16:5:fp8_delayed", "--steps", "9"), "begin with it, or use Float8CurrentScaling"),
         (("--steps", "0"), "need 1 or more"),
+        (("--states", "linear-int8"), "argument --states: invalid choice: 'linear-int8' .*8-bit-masters-24"),
         (("--text", "/no/such/folder"), "no such file or folder"),
         (("--experts", "4", "--top-k", "5"), "--experts 4 --top-k 5: needs 1 <= top-k <= experts"),
     ],
