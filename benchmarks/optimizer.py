@@ -20,8 +20,8 @@ import numpy as np
 import optax
 from timing import alternate, keep_memory, save
 
-from jaxlowprec.ops.adamw_update import adamw_update
 from jaxlowprec.ops.optimizer_states import REMAINDERS, Coded
+from jaxlowprec.ops.optimizer_update import optimizer_update
 from jaxlowprec.wiring import native
 
 COLUMNS = 4096
@@ -67,7 +67,7 @@ def ours(shape: tuple[int, int], rounding: Any, dtype: Any, bits: int | None) ->
     words = WORDS if bits == 16 or rounding == "stochastic" else None
 
     def step(g: jax.Array, state: Any) -> Any:
-        return tuple(adamw_update(g, *state, SCALARS, words, codes=(rounding, rounding), bits=bits))
+        return tuple(optimizer_update(g, *state, SCALARS, words, codes=(rounding, rounding), bits=bits))
 
     return Side(step, gradient, (gradient * 1, rest, *moments))
 

@@ -405,7 +405,7 @@ struct NormGradientProblem {
   int64_t parts() const { return (rows + rows_each() - 1) / rows_each(); }
 };
 
-// --- AdamW in one pass (numerics.md 19)
+// --- AdamW and Lion in one pass (numerics.md 19)
 
 /// A moment: float32 numbers, or codes and the exponents of their blocks. The new one may take the place of the old one.
 struct MomentState {
@@ -427,7 +427,10 @@ enum class WeightKind : int32_t {
   kRest16,   // of int16
 };
 
-struct AdamWUpdateProblem {
+enum class UpdateRule { kAdamW, kLion };
+
+struct OptimizerUpdateProblem {
+  UpdateRule rule;
   int64_t batch, rows, columns;
   const void* g;  // [batch, rows, columns], kBF16 or kF32
   ElementType g_type;
@@ -437,8 +440,8 @@ struct AdamWUpdateProblem {
   void* new_p;                    // may be p; null: the update is wanted
   float* update;                  // or null
   void* new_rest;                 // may be rest
-  MomentState mu, nu;             // with a sign, and without
-  const float* scalars;           // [batch, 9]: AdamWScalars
+  MomentState mu, nu;             // with a sign, and without; Lion has no nu
+  const float* scalars;           // [batch, 9 or 6]: those of the rule
   const uint32_t* words;          // [batch, 2, 2]: of the draws for both moments, and for the weight; null: nothing is drawn
   const uint32_t* row_numbers;    // [rows]: places in the whole array, of rows
   const uint32_t* block_numbers;  // [blocks()]: and of 32 elements of a row

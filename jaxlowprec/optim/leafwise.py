@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxlowprec.arguments import shown
-from jaxlowprec.ops.adamw_update import StateRounding
+from jaxlowprec.ops.optimizer_update import StateRounding
 from jaxlowprec.optim.codes import Coded
 
 

@@ -121,8 +121,8 @@ NEEDS = (
     Need("sums_kernel<2, true>", in_loop=True, dynamic_shared=33 * 1024),
     Need("vectors_kernel", exempt="1.3 KB a tensor"),
     # AdamW: of what it moves more than half is read. Exponents and codes are narrower loads, which are not counted.
-    Need("adamw_update<.*>", read_share=0.6, in_loop=True, dynamic_shared=240),
-    Need("adamw_update_any", exempt="for rows that end with a part of a block: an element at a time"),
+    Need("optimizer_update<.*>", read_share=0.6, in_loop=True, dynamic_shared=240),
+    Need("optimizer_update_any", exempt="for rows that end with a part of a block: an element at a time"),
     Need("(swizzle|transpose_scales|pad_scales)_kernel", exempt="scales: a sixteenth of the operand's bytes or less"),
 )
 
@@ -147,9 +147,9 @@ MOST_INSTRUCTIONS = {
     "int8_by_nibbles_kernel<Int4Weight.*, 64, NibbleTile<8, .*> ?>": 9.6,
     "int8_by_nibbles_kernel<Int4Weight.*, 32, NibbleTile<8, .*> ?>": 14.8,
     "int8_by_nibbles_kernel<Mxfp4Weight, 32, NibbleTile<8, .*> ?>": 18.3,
-    "adamw_update<[01], 0, true>": 85.7,
-    "adamw_update<2, 0, true>": 93.5,
-    "adamw_update<[34], 0, true>": 90.8,
+    "optimizer_update<[01], 0, true>": 85.7,
+    "optimizer_update<2, 0, true>": 93.5,
+    "optimizer_update<[34], 0, true>": 90.8,
     "weight_stream_kernel<0, (true|false), 1, 4, 12>": 3.8,
     "weight_stream_kernel<1, false, 1, 4, 12>": 3.1,
 }

@@ -84,8 +84,11 @@ __host__ __device__ void apply_optimizer(float x, uint32_t bits, Store store) {
   store(master_split<32>(x).rest), store(master_split<24>(x).parameter);
   store(master_join<32, float>(bits >> 16, bits)), store(master_join<24, float>(bits >> 16, bits));
   store(master_drawn(x, bits & 0xFFFFu)), store(master_nearest(x));
-  const AdamWStep<float> step = adamw_step(x, x, x, x, {0.9f, 0.1f, 0.999f, 0.001f, 0.1f, 0.001f, 1e-8f, 0.1f, -1e-3f});
-  store(step.m), store(step.v), store(step.update), store(kAdamWScalars), store(kStateBlock), store(kStatePoison);
+  const UpdateStep<float> step =
+      update_step<AdamW>(x, x, x, x, {0.9f, 0.1f, 0.999f, 0.001f, 0.1f, 0.001f, 1e-8f, 0.1f, -1e-3f});
+  store(step.m), store(step.v), store(step.update), store(kUpdateScalars<AdamW>), store(kUpdateScalars<Lion>);
+  store(update_step<Lion>(x, x, x, x, {0.9f, 0.1f, 0.99f, 0.01f, 0.1f, -1e-3f}).update), store(kStateBlock),
+      store(kStatePoison);
   store(kDrawsOfCall), store(kDrawnHalves);
 }
 

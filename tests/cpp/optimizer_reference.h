@@ -1,5 +1,5 @@
-// AdamW's update by its definition (numerics.md 19): one element after another, codes by values instead of bits. Shared by
-// the tests of the CPU's kernels and of the GPU's.
+// AdamW's and Lion's update by its definition (numerics.md 19): one element after another, codes by values instead of bits.
+// Shared by the tests of the CPU's kernels and of the GPU's.
 #pragma once
 
 #include <algorithm>
@@ -21,8 +21,8 @@ inline float divide(float a, float b) { return rounded(static_cast<double>(L::fl
 
 inline float one_nan(float x) { return std::isnan(x) ? L::from_bits(kNaNBits) : x; }
 
-/// The draw of an element: 0 for both moments, 1 for the weight.
-inline int draw(const AdamWUpdateProblem& p, int64_t batch, int which, int64_t row, int64_t column) {
+/// The draw of an element.
+inline int draw(const OptimizerUpdateProblem& p, int64_t batch, int which, int64_t row, int64_t column) {
   uint32_t counter[4] = {p.block_numbers[column / 32] * 4 + static_cast<uint32_t>(column % 32 / 8), p.row_numbers[row], 13,
                          0};
   const uint32_t* words = p.words + 4 * batch + 2 * which;
@@ -67,7 +67,7 @@ inline void encode_row(const std::vector<float>& x, const std::vector<int>& draw
   }
 }
 
-inline float old_weight(const AdamWUpdateProblem& p, int64_t i) {
+inline float old_weight(const OptimizerUpdateProblem& p, int64_t i) {
   if (p.weight == WeightKind::kFloat32) return static_cast<const float*>(p.p)[i];
   const uint32_t upper = uint32_t{static_cast<const uint16_t*>(p.p)[i]} << 16;
   if (p.weight == WeightKind::kRest16) return L::from_bits(upper + static_cast<const int16_t*>(p.rest)[i]);
@@ -76,7 +76,7 @@ inline float old_weight(const AdamWUpdateProblem& p, int64_t i) {
 }
 
 /// Stores a weight, and what is left of it; `old` is the parameter's own number.
-inline void put_weight(const AdamWUpdateProblem& p, int64_t i, float weight, float change, float old, int drawn) {
+inline void put_weight(const OptimizerUpdateProblem& p, int64_t i, float weight, float change, float old, int drawn) {
   if (p.weight == WeightKind::kFloat32) {
     (p.update ? p.update : static_cast<float*>(p.new_p))[i] = one_nan(p.update ? change : weight);
     return;
@@ -102,10 +102,18 @@ inline void put_weight(const AdamWUpdateProblem& p, int64_t i, float weight, flo
 }
 
 /// All of a problem; results may take the place of operands.
-inline void adamw_update(const AdamWUpdateProblem& p) {
+inline void optimizer_update(const OptimizerUpdateProblem& p) {
   for (int64_t batch = 0; batch < p.batch; ++batch) {
-    AdamWScalars s;
-    memcpy(&s, p.scalars + 9 * batch, sizeof s);
+    const bool is_lion = p.rule == UpdateRule::kLion;
+    AdamW::Scalars s{};
+    Lion::Scalars of_lion{};
+    if (is_lion) {
+      memcpy(&of_lion, p.scalars + 6 * batch, sizeof of_lion);
+      s = {of_lion.b1, of_lion.c1, of_lion.b2, of_lion.c2, 0, 0, 0, of_lion.weight_decay, of_lion.minus_rate};
+    } else {
+      memcpy(&s, p.scalars + 9 * batch, sizeof s);
+    }
+    const int kept = is_lion ? 1 : 2;
     for (int64_t row = 0; row < p.rows; ++row) {
       const int64_t line = batch * p.rows + row;
       std::vector<float> moments[2] = {std::vector<float>(p.columns), std::vector<float>(p.columns)};
@@ -117,22 +125,28 @@ inline void adamw_update(const AdamWUpdateProblem& p) {
       }
       for (int64_t c = 0; c < p.columns; ++c) {
         const int64_t i = line * p.columns + c, block = line * p.blocks() + c / 32;
-        float old[2];
-        for (int k = 0; k < 2; ++k) {
+        float old[2] = {};
+        for (int k = 0; k < kept; ++k) {
           const MomentState& m = k == 0 ? p.mu : p.nu;
           old[k] = m.codes ? decode_state(m.codes[i], m.exponents[block], k == 0) : m.numbers[i];
         }
         const float g = get(p.g, p.g_type, i), w = old_weight(p, i);
-        const float m = add(multiply(s.c1, g), multiply(s.b1, old[0]));
-        const float v = add(multiply(s.c2, multiply(g, g)), multiply(s.b2, old[1]));
-        const float root = rounded(std::sqrt(static_cast<double>(divide(v, s.k2))));
-        const float u = divide(divide(m, s.k1), add(root, s.epsilon));
+        const float first = add(multiply(s.c1, g), multiply(s.b1, old[0]));
+        float m, v = 0, u;
+        if (is_lion) {
+          m = add(multiply(s.c2, g), multiply(s.b2, old[0]));
+          u = first > 0 ? 1.0f : first < 0 ? -1.0f : first;
+        } else {
+          m = first, v = add(multiply(s.c2, multiply(g, g)), multiply(s.b2, old[1]));
+          const float root = rounded(std::sqrt(static_cast<double>(divide(v, s.k2))));
+          u = divide(divide(m, s.k1), add(root, s.epsilon));
+        }
         const float change = multiply(s.minus_rate, add(u, multiply(s.weight_decay, w)));
         const float parameter = p.weight == WeightKind::kFloat32 ? w : get(p.p, ElementType::kBF16, i);
         put_weight(p, i, add(w, change), change, parameter, drawn[2][c]);
         moments[0][c] = m, moments[1][c] = v;
       }
-      for (int k = 0; k < 2; ++k) {
+      for (int k = 0; k < kept; ++k) {
         const MomentState& m = k == 0 ? p.mu : p.nu;
         if (m.codes)
           encode_row(moments[k], drawn[k], k == 0, m.new_codes + line * p.columns, m.new_exponents + line * p.blocks());

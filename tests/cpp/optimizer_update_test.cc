@@ -1,6 +1,6 @@
-// AdamW's update of every instruction set: the bytes of its definition, whatever is kept in which way.
-#include "adamw_data.h"
+// AdamW's and Lion's update of every instruction set: the bytes of its definition, whatever is kept in which way.
 #include "kernel_runs.h"
+#include "optimizer_data.h"
 
 namespace jaxlowprec {
 namespace {
@@ -9,14 +9,14 @@ struct Size {
   int64_t batch, rows, columns;
 };
 
-void check_against_reference(const AdamWVariant& variant, Size size, Data data, std::mt19937& random) {
+void check_against_reference(const UpdateVariant& variant, Size size, Data data, std::mt19937& random) {
   const check::Given given(variant.name() + " of " + std::to_string(size.batch) + ", " + std::to_string(size.rows) + ", " +
                            std::to_string(size.columns) + " data " + std::to_string(static_cast<int>(data)));
-  const AdamWData before(variant, size.batch, size.rows, size.columns, data, random);
-  AdamWData expected = before;
-  reference::adamw_update(expected.problem());
+  const UpdateData before(variant, size.batch, size.rows, size.columns, data, random);
+  UpdateData expected = before;
+  reference::optimizer_update(expected.problem());
   for_all_runs([&](const Kernels& k, bool scrambled) {
-    AdamWData found = before;
+    UpdateData found = before;
     run_chunks(k, found.problem(), scrambled);
     check_results(found, expected);
   });
@@ -24,7 +24,7 @@ void check_against_reference(const AdamWVariant& variant, Size size, Data data, 
 
 TEST(every_variant_has_the_bytes_of_its_definition) {
   std::mt19937 random(1);
-  for (const AdamWVariant& variant : adamw_variants()) {
+  for (const UpdateVariant& variant : update_variants()) {
     if (kReduced && random() % 4) continue;
     check_against_reference(variant, {1, 3, 96}, Data::kNormal, random);
     check_against_reference(variant, {2, 3, 104}, Data::kSparse, random);
@@ -33,7 +33,7 @@ TEST(every_variant_has_the_bytes_of_its_definition) {
 
 TEST(every_size_of_rows) {
   std::mt19937 random(2);
-  const std::vector<AdamWVariant> variants = adamw_variants();
+  const std::vector<UpdateVariant> variants = update_variants();
   for (const int64_t columns : {1, 8, 31, 32, 33, 63, 64, 100, 127, 128, 129, 300})
     for (int i = 0; i < (kReduced ? 2 : 12); ++i)
       check_against_reference(variants[random() % variants.size()], {1, 1 + static_cast<int64_t>(random() % 5), columns},
@@ -42,7 +42,7 @@ TEST(every_size_of_rows) {
 
 TEST(hostile_numbers) {
   std::mt19937 random(3);
-  const std::vector<AdamWVariant> variants = adamw_variants();
+  const std::vector<UpdateVariant> variants = update_variants();
   for (const Data data :
        {Data::kWide, Data::kZero, Data::kNaN, Data::kInfinity, Data::kNegativeZero, Data::kAnyBits, Data::kExponents})
     for (int i = 0; i < (kReduced ? 3 : 40); ++i)
@@ -62,7 +62,7 @@ TEST(quotients_are_those_of_true_divisions) {
     for_all_runs([&](const Kernels& k, bool scrambled) {
       std::fill(v.begin(), v.end(), 1.0f);
       std::vector<float> new_m(m);
-      AdamWUpdateProblem p{};
+      OptimizerUpdateProblem p{};
       p.batch = 1, p.rows = 1, p.columns = kSome, p.g = zero.data(), p.g_type = ElementType::kF32;
       p.weight = WeightKind::kFloat32, p.p = zero.data(), p.update = update.data(), p.scalars = scalars;
       p.mu.numbers = p.mu.new_numbers = new_m.data(), p.nu.numbers = p.nu.new_numbers = v.data();
@@ -82,6 +82,8 @@ TEST(more_than_one_chunk) {
                           Data::kNormal, random);
   check_against_reference({ElementType::kF32, WeightKind::kFloat32, kFloat32, kFloat32, false}, {1, rows, 1037},
                           Data::kNormal, random);
+  check_against_reference({ElementType::kBF16, WeightKind::kRest8, kStochastic, MomentKind::kNone, false, UpdateRule::kLion},
+                          {1, rows, 1037}, Data::kNormal, random);
   check_against_reference({ElementType::kBF16, WeightKind::kDrawn, MomentKind::kNearest, kFloat32, true}, {2, rows, 1024},
                           Data::kNormal, random);
 }

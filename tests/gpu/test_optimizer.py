@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxlowprec.ops.adamw_update import adamw_update
+from jaxlowprec.ops.optimizer_update import optimizer_update
 from tests.gpu.sides import assert_same_bytes_on
-from tests.ops.adamw_update.cases import CODES, WEIGHTS, operands
+from tests.ops.optimizer_update.cases import CODES, WEIGHTS, operands
 
 WHOLE, RAGGED = ((5, 96), (64, 1024), (3, 4, 32)), ((4, 300), (2, 3, 40, 264), (1, 1))  # rows end with a block, or not
 
@@ -16,7 +16,7 @@ WHOLE, RAGGED = ((5, 96), (64, 1024), (3, 4, 32)), ((4, 300), (2, 3, 40, 264), (
 def steps(count, codes, bits, result, args):
     """The results of each of several steps, each from the last one's."""
     g, *kept, scalars, words = args
-    step = functools.partial(adamw_update, codes=codes, bits=bits, implementation="ffi")
+    step = functools.partial(optimizer_update, codes=codes, bits=bits, implementation="ffi")
     made = []
     for _ in range(count):
         if result == "update":
@@ -30,7 +30,7 @@ def steps(count, codes, bits, result, args):
 @pytest.mark.parametrize("hostile", [False, True], ids=["usual", "hostile"])
 @pytest.mark.parametrize("g_dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("codes", CODES, ids=str)
-def test_adamw_update(cpu, gpu, codes, g_dtype, hostile):
+def test_optimizer_update(cpu, gpu, codes, g_dtype, hostile):
     for seed, (dtype, bits) in enumerate(WEIGHTS):
         for result, shapes in (("parameter", WHOLE), ("update", RAGGED), ("update", WHOLE)):
             args = operands(shapes[seed % 3], codes, dtype, bits, g_dtype, seed, hostile)

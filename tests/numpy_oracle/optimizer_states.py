@@ -132,36 +132,43 @@ def stored(x):
     return np.where(np.isnan(x), NAN, x).astype(np.float32)
 
 
-def adamw_update(g, p, rest, mu, nu, scalars, words, codes, bits, is_update=False):
+def optimizer_update(g, p, rest, mu, nu, scalars, words, codes, bits, is_update=False, rule="adamw"):
     """The new parameter or its update, the new remainder, and the new moments; (codes, exponents) of those in 8 bits.
 
     Arguments:
         g, p: float32 or bfloat16 [..., C].
-        mu, nu: float32 [..., C], or codes and exponents.
-        scalars: float32 [9].
+        mu, nu: float32 [..., C], or codes and exponents. With Lion nu is None, and the new one, too.
+        scalars: float32 [9], Lion's [6].
         words: uint32 [2, 2].
         codes: the rounding of each moment, None for float32.
     """
-    b1, c1, b2, c2, k1, k2, epsilon, decay, minus_rate = rounded(scalars)
+    b1, c1, b2, c2, *corrections, decay, minus_rate = rounded(scalars)
     is_float32 = p.dtype == np.float32
     weight = rounded(p if is_float32 else join(p.view(np.uint16), rest, bits))
-    m, v = (
+    moments = [
         rounded(s if rounding is None else decode_relative(*s, signed))
         for s, rounding, signed in zip((mu, nu), codes, (True, False), strict=True)
-    )
+        if s is not None
+    ]
     with np.errstate(all="ignore"):
         g = rounded(g.astype(np.float32))
-        m = rounded(rounded(c1 * g) + rounded(b1 * m))
-        v = rounded(rounded(c2 * rounded(g * g)) + rounded(b2 * v))
-        denominator = rounded(rounded(np.sqrt(rounded(v / k2))) + epsilon)
-        u = rounded(rounded(m / k1) / denominator)
+        first = rounded(rounded(c1 * g) + rounded(b1 * moments[0]))
+        if rule == "lion":
+            moments, u = [rounded(rounded(c2 * g) + rounded(b2 * moments[0]))], np.sign(first)
+            u = np.where(first == 0, first, u)
+        else:
+            k1, k2, epsilon = corrections
+            moments = [first, rounded(rounded(c2 * rounded(g * g)) + rounded(b2 * moments[1]))]
+            denominator = rounded(rounded(np.sqrt(rounded(moments[1] / k2))) + epsilon)
+            u = rounded(rounded(first / k1) / denominator)
         update = rounded(minus_rate * rounded(u + rounded(decay * weight)))
         moments = [
             stored(x)
             if rounding is None
             else encode_relative(stored(x), signed, half_words(x.shape, words[0]) if rounding == "stochastic" else None)
-            for x, rounding, signed in zip((m, v), codes, (True, False), strict=True)
+            for x, rounding, signed in zip(moments, codes, (True, False), strict=False)
         ]
+        moments += [None] * (rule == "lion")
         weight = rounded(weight + update)
         if is_float32:
             return stored(update if is_update else weight), None, *moments

@@ -1,4 +1,4 @@
-"""`jlp.optim.adamw` within wrappers: one pass over codes and remainders, with the bytes of the general way."""
+"""`jlp.optim.adamw` and `lion` within wrappers: one pass over codes and remainders, bytes of the general way."""
 
 import re
 
@@ -12,10 +12,12 @@ import jaxlowprec as jlp
 from jaxlowprec.optim import FIXED, RelativeCode
 from jaxlowprec.optim.leafwise import leafwise
 from tests.helpers import assert_same_bytes
-from tests.numpy_oracle import adamw as oracle
+from tests.numpy_oracle import optimizers as oracle
 
 SHAPES = {"w": (32, 160), "odd": (3, 5, 104), "b": (40,), "s": ()}
-ADAMW = jlp.optim.adamw(optax.linear_schedule(1e-2, 1e-3, 10), weight_decay=0.1)
+ADAMW, LION = (
+    make(optax.linear_schedule(1e-2, 1e-3, 10), weight_decay=0.1) for make in (jlp.optim.adamw, jlp.optim.lion)
+)
 
 
 def params(dtype=jnp.bfloat16):
@@ -70,15 +72,16 @@ KINDS = [
 
 @pytest.mark.parametrize(("bits", "dtype"), KINDS)
 class TestBytes:
-    def test_are_those_of_the_specification(self, bits, dtype):
-        tx = jlp.optim.quantized_state(jlp.optim.adamw(1e-2, weight_decay=0.1), smallest=256)
+    @pytest.mark.parametrize("rule", ["adamw", "lion"])
+    def test_are_those_of_the_specification(self, bits, dtype, rule):
+        tx = jlp.optim.quantized_state(getattr(jlp.optim, rule)(1e-2, weight_decay=0.1), smallest=256)
         tx = tx if bits is None else jlp.optim.master_weights(tx, bits=bits)
         p, step = params(dtype), applying(tx)
         state = tx.init(p)
         expected = {
             name: list(
                 oracle.steps(
-                    [gradients(i)[name] for i in range(3)], p[name], 1e-2, path=name, weight_decay=0.1,
+                    [gradients(i)[name] for i in range(3)], p[name], 1e-2, path=name, weight_decay=0.1, rule=rule,
                     bits=bits if len(SHAPES[name]) > 1 else None, coded=len(SHAPES[name]) > 1,
                 )
             )
@@ -92,13 +95,14 @@ class TestBytes:
                 assert_same_bytes(p[name], new)
                 if rest is not None:
                     assert_same_bytes(state.remainders[name], rest)
-                for moment, field in ((mu, "mu"), (nu, "nu")):
+                for moment, field in ((mu, "mu"), (nu, "nu"))[: 1 if rule == "lion" else 2]:
                     found = tuple(getattr(tree[0], field)[name] for tree in (inner.codes, inner.exponents))
                     assert_same_bytes(found, moment if isinstance(moment, tuple) else (moment, None))
 
     @pytest.mark.parametrize("gradients_of", [jnp.float32, jnp.bfloat16])
-    def test_are_those_of_the_general_way(self, bits, dtype, gradients_of):
-        one_pass, other = wrapped(ADAMW, bits), wrapped(ADAMW, bits, by=general)
+    @pytest.mark.parametrize("inner", [ADAMW, LION], ids=["adamw", "lion"])
+    def test_are_those_of_the_general_way(self, bits, dtype, gradients_of, inner):
+        one_pass, other = wrapped(inner, bits), wrapped(inner, bits, by=general)
         assert leafwise(one_pass) and not leafwise(other)
         found = run(one_pass, params(dtype), updating(one_pass), dtype=gradients_of)
         assert_same_bytes(found, run(other, params(dtype), updating(other), dtype=gradients_of))
@@ -159,6 +163,8 @@ def test_explain_state_says_what_takes_one_pass():
     assert re.search(r"codes/0/nu/b .*stays: a vector; one pass\n", table)
     assert re.search(r"remainders/w .*remainder of 32 bits; one pass\n", table)
     assert re.search(r"codes/0/count .*stays: int32\n", table)
+    lions = str(jlp.optim.explain_state(jlp.optim.quantized_state(LION), p))
+    assert re.search(r"codes/0/mu/w .*signed float8 1x32, stochastic; one pass\n", lions)
     for tx in (optax.adamw(1e-3), optax.chain(ADAMW)):
         assert "one pass" not in str(jlp.optim.explain_state(jlp.optim.quantized_state(tx), p))
 

@@ -66,6 +66,7 @@ AS_IN_JAX = {  # drop-ins take by place what JAX's function takes by place, and 
     "jaxlowprec.all_to_all_quantized": ["split_axis", "concat_axis"],
     "jaxlowprec.telemetry.value_and_grad": ["argnums", "has_aux"],
     "jaxlowprec.optim.adamw": ["b1", "b2", "eps", "weight_decay"],  # optax.adamw
+    "jaxlowprec.optim.lion": ["b1", "b2", "weight_decay"],  # optax.lion
     "jaxlowprec.moe.route": ["k"],  # jax.lax.top_k
     "jaxlowprec.moe.dispatch": ["num_experts"],  # jax.nn.one_hot
 }

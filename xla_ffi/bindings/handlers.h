@@ -30,7 +30,7 @@
   each(outliers)            \
   each(sums)                \
   each(statistics)          \
-  each(adamw_update)
+  each(optimizer_update)
 #define JLP_CPU_HANDLERS(each) \
   each(grouped_amax)           \
   each(grouped_line_amaxes)    \

@@ -1,4 +1,4 @@
-// AdamW in one pass: gradients, weights and moments to new weights and moments (numerics.md 19).
+// AdamW and Lion in one pass: gradients, weights and moments to new weights and moments (numerics.md 19).
 #include "../numerics/optimizer_states.h"
 #include "buffers.h"
 #include "engine.h"
@@ -58,20 +58,24 @@ void take_moment(Taken& taken, int64_t count, int64_t exponents, bool stochastic
 /// g, p, scalars, the remainder if there is one, each moment's numbers, or codes and exponents, and if anything is drawn the
 /// words, the numbers of rows and those of blocks -> p or its update, and what was kept of the operands.
 template <class Engine>
-ffi::Error adamw_update(Engine engine, ffi::AnyBuffer g, ffi::AnyBuffer p, ffi::Buffer<ffi::F32> scalars,
-                        ffi::RemainingArgs args, ffi::RemainingRets results, int32_t bits, bool stochastic_mu,
-                        bool stochastic_nu, bool is_update) {
+ffi::Error optimizer_update(Engine engine, ffi::AnyBuffer g, ffi::AnyBuffer p, ffi::Buffer<ffi::F32> scalars,
+                            ffi::RemainingArgs args, ffi::RemainingRets results, int32_t rule, int32_t bits,
+                            bool stochastic_mu, bool stochastic_nu, bool is_update) {
   using Type = ffi::DataType;
-  AdamWUpdateProblem problem{};
+  OptimizerUpdateProblem problem{};
   const auto g_type = element_type(g.element_type()), p_type = element_type(p.element_type());
   JLP_REQUIRE(g_type.has_value() && *g_type != ElementType::kF16 && p_type.has_value() && *p_type != ElementType::kF16);
-  JLP_REQUIRE(g.element_count() == p.element_count() && scalars.element_count() % kAdamWScalars == 0);
+  JLP_REQUIRE(rule == static_cast<int>(UpdateRule::kAdamW) || rule == static_cast<int>(UpdateRule::kLion));
+  problem.rule = static_cast<UpdateRule>(rule);
+  const bool has_nu = problem.rule == UpdateRule::kAdamW;
+  const int each = has_nu ? kUpdateScalars<AdamW> : kUpdateScalars<Lion>;
+  JLP_REQUIRE(g.element_count() == p.element_count() && scalars.element_count() % each == 0 && (has_nu || !stochastic_nu));
   JLP_REQUIRE(bits == 0 || (*p_type == ElementType::kBF16 && (bits == 16 || bits == 24 || bits == 32)));
   const bool drawn = bits == 16 || stochastic_mu || stochastic_nu;
   const int64_t count = static_cast<int64_t>(p.element_count());
   const auto dims = p.dimensions();
   problem.columns = dims.size() > 0 ? dims[dims.size() - 1] : 1;
-  problem.batch = static_cast<int64_t>(scalars.element_count()) / kAdamWScalars;
+  problem.batch = static_cast<int64_t>(scalars.element_count()) / each;
   if (count == 0 || problem.batch == 0) return ffi::Error::Success();
   JLP_REQUIRE(count % (problem.batch * problem.columns) == 0);
   problem.rows = count / (problem.batch * problem.columns);
@@ -95,26 +99,27 @@ ffi::Error adamw_update(Engine engine, ffi::AnyBuffer g, ffi::AnyBuffer p, ffi::
     problem.new_rest = taken.made(type, count);
   }
   take_moment(taken, count, exponents, stochastic_mu, problem.mu);
-  take_moment(taken, count, exponents, stochastic_nu, problem.nu);
+  if (has_nu) take_moment(taken, count, exponents, stochastic_nu, problem.nu);
   if (drawn) {
     problem.words = static_cast<const uint32_t*>(taken.argument(Type::U32, 4 * problem.batch));
     problem.row_numbers = static_cast<const uint32_t*>(taken.argument(Type::U32, problem.rows));
     problem.block_numbers = static_cast<const uint32_t*>(taken.argument(Type::U32, problem.blocks()));
   }
   JLP_REQUIRE(taken.fits && taken.arg == args.size() && taken.result == results.size());
-  return run_on(engine, "adamw_update", problem);
+  return run_on(engine, "optimizer_update", problem);
 }
 
 }  // namespace
 
-JLP_DEFINE_HANDLERS(adamw_update, .Arg<ffi::AnyBuffer>()
-                                      .Arg<ffi::AnyBuffer>()
-                                      .Arg<ffi::Buffer<ffi::F32>>()
-                                      .RemainingArgs()
-                                      .RemainingRets()
-                                      .Attr<int32_t>("bits")
-                                      .Attr<bool>("stochastic_mu")
-                                      .Attr<bool>("stochastic_nu")
-                                      .Attr<bool>("is_update"));
+JLP_DEFINE_HANDLERS(optimizer_update, .Arg<ffi::AnyBuffer>()
+                                          .Arg<ffi::AnyBuffer>()
+                                          .Arg<ffi::Buffer<ffi::F32>>()
+                                          .RemainingArgs()
+                                          .RemainingRets()
+                                          .Attr<int32_t>("rule")
+                                          .Attr<int32_t>("bits")
+                                          .Attr<bool>("stochastic_mu")
+                                          .Attr<bool>("stochastic_nu")
+                                          .Attr<bool>("is_update"));
 
 }  // namespace jaxlowprec

@@ -38,7 +38,7 @@ namespace jaxlowprec {
   each(moments, MomentsProblem)                     \
   each(outliers, OutliersProblem)                   \
   each(sums, SumsProblem)                           \
-  each(adamw_update, AdamWUpdateProblem)
+  each(optimizer_update, OptimizerUpdateProblem)
 // clang-format on
 
 struct Kernels {

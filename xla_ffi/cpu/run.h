@@ -82,7 +82,7 @@ inline int64_t cost(const MomentsProblem& p) { return p.batch * p.size * 100; }
 inline int64_t cost(const OutliersProblem& p) { return p.batch * p.rows * p.columns * 100; }
 inline int64_t cost(const SumsProblem& p) { return p.batch * p.rows * p.columns * 2000; }
 
-inline int64_t cost(const AdamWUpdateProblem& p) {
+inline int64_t cost(const OptimizerUpdateProblem& p) {
   const int64_t coded = (p.mu.codes ? 1000 : 0) + (p.nu.codes ? 1000 : 0), drawn = p.drawn() ? 1000 : 0;
   return p.batch * p.rows * p.columns * (1000 + coded + drawn);
 }

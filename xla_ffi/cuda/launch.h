@@ -28,7 +28,7 @@ cudaError_t launch(const AddPartsProblem& problem, cudaStream_t stream);
 cudaError_t launch(const Int4FakeQuantizeProblem& problem, cudaStream_t stream);
 cudaError_t launch(const Int4QuantizeProblem& problem, cudaStream_t stream);
 cudaError_t launch(const Int4DequantizeProblem& problem, cudaStream_t stream);
-cudaError_t launch(const AdamWUpdateProblem& problem, cudaStream_t stream);
+cudaError_t launch(const OptimizerUpdateProblem& problem, cudaStream_t stream);
 
 }  // namespace cuda
 }  // namespace jaxlowprec

@@ -1,4 +1,4 @@
-// Optimizer states in 8 bits, master weights and AdamW (numerics.md 19).
+// Optimizer states in 8 bits, master weights, AdamW and Lion (numerics.md 19).
 //
 // The step's arithmetic needs a mode in which subnormal numbers count as zero: -ftz on the device, and
 // cpu/flush_denormals.h on hosts. All else is integer operations on the bits of float32.
@@ -119,36 +119,71 @@ JLP_RULE Uint<F> master_nearest(F weight) {
   return bf16_encode(Lanes<F>::from_bits(stored_bits(weight)));
 }
 
-// --- AdamW
+// --- AdamW and Lion: each rule has its scalars, and what it makes of a gradient and old moments
 
-struct AdamWScalars {
-  float b1, c1, b2, c2, k1, k2, epsilon, weight_decay, minus_rate;
-};
-constexpr int kAdamWScalars = 9;
-
-/// The new moments and the update of a weight; NaN may be any of its kind.
 template <class F>
-struct AdamWStep {
-  F m, v, update;
+struct UpdateStep {
+  F m, v, update;  // NaN may be any of its kind; Lion has no v
 };
 
-/// The new moments, and zero.
+/// 1 or -1; zero and NaN as they are.
 template <class F>
-JLP_RULE AdamWStep<F> adamw_moments(F g, F m, F v, const AdamWScalars& s) {
-  return {g * s.c1 + m * s.b1, (g * g) * s.c2 + v * s.b2, F{}};
+JLP_RULE F sign_or_zero(F x) {
+  const Uint<F> b = Lanes<F>::bits(x), one = (b & kSignBit) | 0x3F800000u;
+  return Lanes<F>::from_bits(magnitude(x) - 1u < kInfinityBits ? one : b);
 }
 
-/// The update, of the moments over their corrections k1 and k2.
-template <class F>
-JLP_RULE F adamw_change(F m_over_k1, F v_over_k2, F weight, const AdamWScalars& s) {
-  const F u = m_over_k1 / (Lanes<F>::root(v_over_k2) + s.epsilon);
-  return (u + weight * s.weight_decay) * s.minus_rate;
+struct AdamW {
+  struct Scalars {
+    float b1, c1, b2, c2, k1, k2, epsilon, weight_decay, minus_rate;
+  };
+  static constexpr bool kHasNu = true;
+
+  /// The new moments.
+  template <class F>
+  JLP_RULE UpdateStep<F> moments(F g, F m, F v, const Scalars& s) {
+    return {g * s.c1 + m * s.b1, (g * g) * s.c2 + v * s.b2, F{}};
+  }
+  template <class F>
+  JLP_RULE F direction(const UpdateStep<F>& step, const Scalars& s) {
+    return direction_of_quotients(step.m / s.k1, step.v / s.k2, s);
+  }
+  template <class F>
+  JLP_RULE F direction_of_quotients(F m_over_k1, F v_over_k2, const Scalars& s) {
+    return m_over_k1 / (Lanes<F>::root(v_over_k2) + s.epsilon);
+  }
+};
+
+struct Lion {
+  struct Scalars {
+    float b1, c1, b2, c2, weight_decay, minus_rate;
+  };
+  static constexpr bool kHasNu = false;
+
+  /// The new moment, and the direction in the place of v.
+  template <class F>
+  JLP_RULE UpdateStep<F> moments(F g, F m, F, const Scalars& s) {
+    return {g * s.c2 + m * s.b2, sign_or_zero(g * s.c1 + m * s.b1), F{}};
+  }
+  template <class F>
+  JLP_RULE F direction(const UpdateStep<F>& step, const Scalars&) {
+    return step.v;
+  }
+};
+
+template <class Rule>
+constexpr int kUpdateScalars = sizeof(typename Rule::Scalars) / sizeof(float);
+
+/// The update of a weight in a direction.
+template <class F, class Scalars>
+JLP_RULE F update_along(F direction, F weight, const Scalars& s) {
+  return (direction + weight * s.weight_decay) * s.minus_rate;
 }
 
-template <class F>
-JLP_RULE AdamWStep<F> adamw_step(F g, F m, F v, F weight, const AdamWScalars& s) {
-  AdamWStep<F> step = adamw_moments(g, m, v, s);
-  step.update = adamw_change(step.m / s.k1, step.v / s.k2, weight, s);
+template <class Rule, class F>
+JLP_RULE UpdateStep<F> update_step(F g, F m, F v, F weight, const typename Rule::Scalars& s) {
+  UpdateStep<F> step = Rule::moments(g, m, v, s);
+  step.update = update_along(Rule::direction(step, s), weight, s);
   return step;
 }
 

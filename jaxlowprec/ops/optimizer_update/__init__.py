@@ -1,6 +1,6 @@
-"""AdamW's update in one pass, with defined bytes: states in 8 bits, master weights as remainders."""
+"""AdamW's and Lion's update in one pass, with defined bytes: states in 8 bits, master weights as remainders."""
 
-from jaxlowprec.ops.adamw_update.api import AdamwUpdate, StateRounding, adamw_update
-from jaxlowprec.ops.adamw_update.reference import Moment
+from jaxlowprec.ops.optimizer_update.api import OptimizerUpdate, StateRounding, optimizer_update
+from jaxlowprec.ops.optimizer_update.reference import Moment, Rule
 
-__all__ = ["AdamwUpdate", "Moment", "StateRounding", "adamw_update"]
+__all__ = ["OptimizerUpdate", "Moment", "Rule", "StateRounding", "optimizer_update"]

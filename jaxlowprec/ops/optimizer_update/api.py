@@ -1,4 +1,4 @@
-"""The function: what AdamW's update takes, and clear errors for what it does not."""
+"""The function: what an optimizer's update takes, and clear errors for what it does not."""
 
 from __future__ import annotations
 
@@ -9,50 +9,51 @@ import jax
 import jax.numpy as jnp
 
 from jaxlowprec.arguments import array, one_of, shown
-from jaxlowprec.ops.adamw_update.op import UpdateSpec, flat, update_op
-from jaxlowprec.ops.adamw_update.reference import Moment
 from jaxlowprec.ops.checks import Implementation, check_implementation
 from jaxlowprec.ops.optimizer_states import BLOCK, REMAINDERS, Coded
+from jaxlowprec.ops.optimizer_update.op import UpdateSpec, flat, update_op
+from jaxlowprec.ops.optimizer_update.reference import SCALARS, Moment, Rule
 from jaxlowprec.wiring import varying_axes
 from jaxlowprec.wiring.sharding_rule import resharded, sharding_of
 
-_WHO = "adamw_update"
+_WHO = "optimizer_update"
 _FLOATS = (jnp.dtype("bfloat16"), jnp.dtype("float32"))
 
 StateRounding = Literal["nearest", "stochastic"] | None
 """How a moment is rounded to its codes; None: it is float32."""
 
 
-class AdamwUpdate(NamedTuple):
-    """The results of `adamw_update`.
+class OptimizerUpdate(NamedTuple):
+    """The results of `optimizer_update`.
 
     Attributes:
         parameter: the new parameter, in its dtype; or its update, float32.
         rest: the new remainder, or None.
-        mu, nu: the new moments, as they were given.
+        mu, nu: the new moments, as they were given; nu is None with Lion.
     """
 
     parameter: jax.Array
     rest: jax.Array | None
     mu: Moment
-    nu: Moment
+    nu: Moment | None
 
 
-def adamw_update(
+def optimizer_update(
     g: jax.Array,
     p: jax.Array,
     rest: jax.Array | None,
     mu: Moment,
-    nu: Moment,
+    nu: Moment | None,
     scalars: jax.Array,
     words: jax.Array | None,
     *,
+    rule: Rule = "adamw",
     codes: tuple[StateRounding, StateRounding],
     bits: int | None = None,
     result: Literal["parameter", "update"] = "parameter",
     implementation: Implementation = None,
-) -> AdamwUpdate:
-    """One step of AdamW for one array: moments decoded, updated and encoded, the weight updated, in one pass.
+) -> OptimizerUpdate:
+    """One step of AdamW or Lion for one array: moments decoded, updated and encoded, the weight updated, in one pass.
 
     Its bytes depend on its arguments and on nothing else: not on the platform, the mesh or the threads. Where the old
     parameter, remainder and moments are donated, the new ones take their place.
@@ -61,10 +62,11 @@ def adamw_update(
         g: the gradient [..., C], float32 or bfloat16.
         p: the parameter [..., C], float32 or bfloat16.
         rest: its remainder [..., C]: int16 with 32 bits, int8 with 24, else None.
-        mu, nu: the first and the second moment: float32 [..., C], or `Coded`.
+        mu, nu: the first and the second moment: float32 [..., C], or `Coded`. Lion has no second one: nu is None.
         scalars: float32 [9]: b1, 1 - b1, b2, 1 - b2, the bias corrections of mu and nu, epsilon, the weight decay, and
-            minus the learning rate.
+            minus the learning rate. Lion's are [6], without corrections and epsilon.
         words: uint32 [2, 2]: of the draws for both moments, and for p; None where nothing is rounded stochastically.
+        rule: "adamw" or "lion".
         codes: how mu and nu are rounded to codes.
         bits: how a bfloat16 parameter keeps its weight: 32 or 24, with a remainder; 16, rounded stochastically; None,
             rounded to nearest. A float32 one has None.
@@ -77,8 +79,9 @@ def adamw_update(
             something is drawn: its place in the whole array is not known.
         NotImplementedError: `implementation="ffi"` where there is no kernel.
 
-    Source: numerics.md 19; Loshchilov and Hutter, arXiv 1711.05101.
+    Source: numerics.md 19; Loshchilov and Hutter, arXiv 1711.05101; Chen et al., arXiv 2302.06675.
     """
+    one_of(_WHO, "rule", rule, *SCALARS)
     one_of(_WHO, "bits", bits, None, 32, 24, 16)
     one_of(_WHO, "result", result, "parameter", "update")
     check_implementation(_WHO, implementation)
@@ -92,8 +95,14 @@ def adamw_update(
     if p.dtype == jnp.float32 and bits is not None:
         raise ValueError(f"{_WHO}: bits={bits} of a float32 parameter; needs bits=None, or a bfloat16 parameter")
     rest = _fits("rest", rest, p.shape if bits in REMAINDERS else None, REMAINDERS.get(bits or 0))
-    mu, nu = (_moment(name, m, p.shape, r) for name, m, r in (("mu", mu, codes[0]), ("nu", nu, codes[1])))
-    scalars = _fits("scalars", scalars, (9,), jnp.float32)
+    mu = _moment("mu", mu, p.shape, codes[0])
+    if rule != "lion":
+        nu = _moment("nu", nu, p.shape, codes[1])
+    elif nu is not None or codes[1] is not None:
+        raise ValueError(
+            f"{_WHO}: nu={shown(nu)} with codes={codes}; Lion has one moment: needs nu=None, codes=(..., None)"
+        )
+    scalars = _fits("scalars", scalars, (SCALARS[rule],), jnp.float32)
     draws = bits == 16 or "stochastic" in codes
     words = _fits("words", words, (2, 2) if draws else None, jnp.uint32)
     if draws and (axes := varying_axes(p)):
@@ -102,8 +111,9 @@ def adamw_update(
             "rounding draws by places in the whole array: update outside of jax.shard_map"
         )
     spec = UpdateSpec(
+        rule,
         max(p.ndim, 2),
-        (codes[0] is not None, codes[1] is not None),
+        tuple(rounding is not None for rounding in codes[: 1 if rule == "lion" else 2]),
         (codes[0] == "stochastic", codes[1] == "stochastic"),
         bits,
         result == "update",
@@ -121,7 +131,9 @@ def adamw_update(
     def moment(given: Moment) -> Moment:
         return Coded(like(given.codes), like(given.exponents)) if isinstance(given, Coded) else like(given)
 
-    return AdamwUpdate(like(p), None if rest is None else like(rest), moment(mu), moment(nu))
+    return OptimizerUpdate(
+        like(p), None if rest is None else like(rest), moment(mu), None if nu is None else moment(nu)
+    )
 
 
 def _places(shape: tuple[int, ...], words: jax.Array) -> tuple[jax.Array, ...]:

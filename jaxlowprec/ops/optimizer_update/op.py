@@ -1,4 +1,4 @@
-"""The op of AdamW's update: operands, results, sharding rule and native call."""
+"""The op of an optimizer's update: operands, results, sharding rule and native call."""
 
 from __future__ import annotations
 
@@ -11,25 +11,27 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxlowprec import wiring
-from jaxlowprec.ops.adamw_update import reference
 from jaxlowprec.ops.checks import Implementation, choose
 from jaxlowprec.ops.optimizer_states import BLOCK, REMAINDERS, Coded
+from jaxlowprec.ops.optimizer_update import reference
 
 
 class UpdateSpec(NamedTuple):
     """One variant of the op.
 
     Attributes:
+        rule: how moments and weights change.
         axes: of the arrays, 2 or more; those before them are batch axes of `jax.vmap`.
-        coded: whether each moment is.
+        coded: whether each moment is; Lion has one.
         stochastic: whether its codes are.
         bits: of the weights, or None.
         is_update: the first result is the update of the parameter.
         ragged: rows do not end with a whole block.
     """
 
+    rule: reference.Rule
     axes: int
-    coded: tuple[bool, bool]
+    coded: tuple[bool, ...]
     stochastic: tuple[bool, bool]
     bits: int | None
     is_update: bool
@@ -79,8 +81,8 @@ def by_name(spec: UpdateSpec, operands: Sequence[Any]) -> Operands:
     g, p, scalars, *others = operands
     left = iter(others)
     rest = next(left) if spec.remains else None
-    mu, nu = (Coded(next(left), next(left)) if coded else next(left) for coded in spec.coded)
-    return Operands(g, p, scalars, rest, mu, nu, reference.Places(*left) if spec.draws else None)
+    mu, *nu = (Coded(next(left), next(left)) if coded else next(left) for coded in spec.coded)
+    return Operands(g, p, scalars, rest, mu, nu[0] if nu else None, reference.Places(*left) if spec.draws else None)
 
 
 def flat(*values: Any) -> Iterator[Any]:
@@ -104,18 +106,22 @@ def update_op(spec: UpdateSpec, implementation: Implementation) -> wiring.Op:
     """g, p, scalars, then remainders, moments and places as the variant has them -> the results of `outputs`."""
 
     def by_reference(*operands: jax.Array) -> Sequence[jax.Array]:
-        made = reference.adamw_update(
-            *by_name(spec, operands), stochastic=spec.stochastic, bits=spec.bits, is_update=spec.is_update
+        made = reference.optimizer_update(
+            *by_name(spec, operands),
+            rule=spec.rule,
+            stochastic=spec.stochastic,
+            bits=spec.bits,
+            is_update=spec.is_update,
         )
         return [*flat(*made)]
 
     return wiring.define(
-        "jaxlowprec_adamw_update",
+        "jaxlowprec_optimizer_update",
         rule=rule_of(spec),
         outputs=functools.partial(outputs, spec),
         reference=by_reference,
         native=functools.partial(native_call, spec),
-        **choose("adamw_update", implementation),
+        **choose("optimizer_update", implementation),
     )
 
 
@@ -124,12 +130,13 @@ def native_call(spec: UpdateSpec, *operands: jax.Array, vmap_method: str | None 
     results = [jax.ShapeDtypeStruct(*result) for result in outputs(spec, *operands)]
     kept = {3 + i: 1 + i for i in range(len(results) - 1)}
     return jax.ffi.ffi_call(
-        "jaxlowprec_adamw_update",
+        "jaxlowprec_optimizer_update",
         results,
         input_output_aliases=kept if spec.is_update else {1: 0, **kept},
         vmap_method=vmap_method,
     )(
         *operands,
+        rule=np.int32(list(reference.SCALARS).index(spec.rule)),
         bits=np.int32(spec.bits or 0),
         stochastic_mu=spec.stochastic[0],
         stochastic_nu=spec.stochastic[1],

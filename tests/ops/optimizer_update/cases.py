@@ -1,4 +1,4 @@
-"""Operands of AdamW's update, and the bytes that the oracle says of them."""
+"""Operands of AdamW's and Lion's update, and the bytes that the oracle says of them."""
 
 import itertools
 
@@ -10,6 +10,7 @@ from tests.numpy_oracle import optimizer_states as oracle
 
 WORDS = np.array([[3, 9], [1 << 31, 77]], np.uint32)
 SCALARS = np.array([0.9, 0.1, 0.999, 0.001, 0.271, 0.002997, 1e-8, 0.1, -1e-3], np.float32)
+LION_SCALARS = SCALARS[[0, 1, 2, 3, 7, 8]]
 ROUNDINGS = (None, "nearest", "stochastic")
 WEIGHTS = ((np.float32, None), (jnp.bfloat16, None), (jnp.bfloat16, 32), (jnp.bfloat16, 24), (jnp.bfloat16, 16))
 CODES = tuple(itertools.product(ROUNDINGS, ROUNDINGS))
@@ -29,7 +30,7 @@ def numbers(shape, seed, scale=1.0, hostile=True):
     return x
 
 
-def operands(shape, codes, p_dtype, bits, g_dtype=np.float32, seed=0, hostile=True):
+def operands(shape, codes, p_dtype, bits, g_dtype=np.float32, seed=0, hostile=True, rule="adamw"):
     """g, p, rest, mu, nu, scalars and words, of NumPy."""
     g = numbers(shape, seed, 1e-3, hostile).astype(g_dtype)
     weight = numbers(shape, seed + 1, 0.1, hostile)
@@ -43,10 +44,15 @@ def operands(shape, codes, p_dtype, bits, g_dtype=np.float32, seed=0, hostile=Tr
     for i, rounding in enumerate(codes):
         if rounding is not None:
             moments[i] = Coded(*oracle.encode_relative(moments[i], i == 0))
-    return g, p, rest, *moments, SCALARS, WORDS if bits == 16 or "stochastic" in codes else None
+    scalars = SCALARS
+    if rule == "lion":
+        moments[1], scalars = None, LION_SCALARS
+    return g, p, rest, *moments, scalars, WORDS if bits == 16 or "stochastic" in codes else None
 
 
-def expected(args, codes, bits, is_update=False):
+def expected(args, codes, bits, is_update=False, rule="adamw"):
     """Parameter or update, rest, mu, nu."""
     g, p, rest, mu, nu, scalars, words = args
-    return oracle.adamw_update(g, p, rest, mu, nu, scalars, WORDS if words is None else words, codes, bits, is_update)
+    return oracle.optimizer_update(
+        g, p, rest, mu, nu, scalars, WORDS if words is None else words, codes, bits, is_update, rule
+    )

@@ -1,12 +1,12 @@
-"""Operands that AdamW's update does not take: who, what was given, what is needed."""
+"""Operands that an update does not take: who, what was given, what is needed."""
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxlowprec.ops.adamw_update import adamw_update
 from jaxlowprec.ops.optimizer_states import Coded
-from tests.ops.adamw_update.cases import SCALARS, WORDS, operands
+from jaxlowprec.ops.optimizer_update import optimizer_update
+from tests.ops.optimizer_update.cases import SCALARS, WORDS, operands
 
 CODES = ("nearest", "stochastic")
 
@@ -16,7 +16,7 @@ def call(at=None, value=None, codes=CODES, bits=32, **options):
     args = list(operands((4, 40), CODES, jnp.bfloat16, 32))
     if at is not None:
         args[at] = value
-    return adamw_update(*args, codes=codes, bits=bits, **options)
+    return optimizer_update(*args, codes=codes, bits=bits, **options)
 
 
 ZEROS, BYTES = np.zeros((4, 40), np.float32), np.zeros((4, 40), np.uint8)
@@ -45,6 +45,9 @@ SHORT = Coded(BYTES, BYTES[:, :1])
         (TypeError, r"codes='nearest'; needs the roundings of mu and nu", {"codes": "nearest"}),
         (ValueError, "codes='down'", {"codes": ("down", None)}),
         (ValueError, "bits=8", {"bits": 8}),
+        (ValueError, "rule='sgd'", {"rule": "sgd"}),
+        (ValueError, "nu=.*; Lion has one moment: needs nu=None, codes=", {"rule": "lion"}),
+        (ValueError, "Lion has one moment", {"rule": "lion", "at": 4}),
         (ValueError, "result='new'", {"result": "new"}),
         (ValueError, "implementation='gpu'", {"implementation": "gpu"}),
     ],
@@ -55,7 +58,14 @@ def test_what_does_not_fit_is_named(error, message, options):
         call(**options)
 
 
+def test_scalars_are_those_of_the_rule():
+    args = list(operands((4, 40), (None, None), np.float32, None, rule="lion"))
+    args[5] = SCALARS
+    with pytest.raises(ValueError, match=r"scalars has shape \(9,\); needs \(6,\)"):
+        optimizer_update(*args, rule="lion", codes=(None, None))
+
+
 def test_words_without_draws_are_named():
     args = operands((4, 40), (None, None), np.float32, None)
     with pytest.raises(ValueError, match="words=.*; needs None"):
-        adamw_update(*args[:6], WORDS, codes=(None, None))
+        optimizer_update(*args[:6], WORDS, codes=(None, None))

@@ -1,4 +1,4 @@
-"""AdamW's update in programs: the same bytes on every mesh and under vmap, in the memory of its operands."""
+"""AdamW's and Lion's update in programs: the same bytes on every mesh and under vmap, in the memory of its operands."""
 
 import functools
 
@@ -9,10 +9,10 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxlowprec.ops.adamw_update import adamw_update
 from jaxlowprec.ops.optimizer_states import Coded
+from jaxlowprec.ops.optimizer_update import optimizer_update
 from tests.helpers import assert_same_bytes
-from tests.ops.adamw_update.cases import SCALARS, WORDS, expected, operands
+from tests.ops.optimizer_update.cases import SCALARS, WORDS, expected, operands
 from tests.sharding.meshes import by_axis_type, mesh_of, name_of, place
 
 STOCHASTIC = ("stochastic", "stochastic")
@@ -24,7 +24,7 @@ def placed(args, mesh, spec):
     """Operands split along their last two axes; the exponents of shards that straddle blocks are whole."""
 
     def put(x):
-        if x.shape in ((9,), (3, 2)):
+        if x.shape in ((9,), (6,), (2, 2)):
             return place(x, mesh, P())
         axes = [None] * max(x.ndim - 2, 0) + list(spec)[-x.ndim :]
         sizes = [1 if axis is None else mesh.shape[axis] for axis in axes]
@@ -38,21 +38,22 @@ class TestMeshes:
     @by_axis_type
     @pytest.mark.parametrize(("sizes", "spec"), MESHES, ids=name_of)
     @pytest.mark.parametrize("implementation", [None, "reference"])
-    def test_bytes_do_not_depend_on_the_mesh(self, sizes, spec, axis_type, implementation):
+    @pytest.mark.parametrize(("rule", "codes"), [("adamw", STOCHASTIC), ("lion", ("stochastic", None))])
+    def test_bytes_do_not_depend_on_the_mesh(self, sizes, spec, axis_type, implementation, rule, codes):
         mesh = mesh_of(sizes, axis_type)
-        all_args = [operands(s, STOCHASTIC, jnp.bfloat16, 16, seed=i) for i, s in enumerate(SHAPES)]
-        step = functools.partial(adamw_update, codes=STOCHASTIC, bits=16, implementation=implementation)
+        all_args = [operands(s, codes, jnp.bfloat16, 16, seed=i, rule=rule) for i, s in enumerate(SHAPES)]
+        step = functools.partial(optimizer_update, rule=rule, codes=codes, bits=16, implementation=implementation)
         with jax.set_mesh(mesh):
             found = jax.jit(lambda many: [step(*args) for args in many])([placed(a, mesh, spec) for a in all_args])
         for args, new in zip(all_args, found, strict=True):
-            assert_same_bytes(tuple(jax.device_get(new)), expected(args, STOCHASTIC, 16))
+            assert_same_bytes(tuple(jax.device_get(new)), expected(args, codes, 16, rule=rule))
 
     @by_axis_type
     def test_results_are_split_as_operands(self, axis_type):
         mesh, spec = mesh_of((2, 4), axis_type), P("a", "b")
         args = operands((16, 256), STOCHASTIC, jnp.bfloat16, 32)
         with jax.set_mesh(mesh):
-            new = jax.jit(functools.partial(adamw_update, codes=STOCHASTIC, bits=32))(*placed(args, mesh, spec))
+            new = jax.jit(functools.partial(optimizer_update, codes=STOCHASTIC, bits=32))(*placed(args, mesh, spec))
         for x in jax.tree.leaves(new):
             assert x.sharding.is_equivalent_to(NamedSharding(mesh, spec), 2), x.sharding
 
@@ -60,7 +61,7 @@ class TestMeshes:
         """Without blocks and draws nothing moves between devices."""
         mesh = mesh_of((2, 4))
         args = operands((6, 20), (None, None), np.float32, None)
-        step = jax.jit(functools.partial(adamw_update, codes=(None, None)))
+        step = jax.jit(functools.partial(optimizer_update, codes=(None, None)))
         with jax.set_mesh(mesh):
             given = placed(args, mesh, P("a", "b"))
             compiled = step.lower(*given).compile()
@@ -73,7 +74,7 @@ class TestMeshes:
         args = operands((16, 64), ("nearest", None), np.float32, None)
 
         def step(codes, words):
-            part = functools.partial(adamw_update, codes=codes)
+            part = functools.partial(optimizer_update, codes=codes)
             specs = (P("a"), P("a"), None, P("a"), P("a"), P(), P())
             return jax.jit(jax.shard_map(part, mesh=mesh, in_specs=specs, out_specs=P("a")))(*args[:6], words)
 
@@ -86,7 +87,7 @@ class TestVmap:
     def test_a_mapped_axis_is_no_axis_of_the_array(self):
         """Each example has the draws of an array of its own, by its own words or by the same."""
         examples = [operands((5, 40), STOCHASTIC, jnp.bfloat16, 16, seed=i) for i in range(3)]
-        step = functools.partial(adamw_update, codes=STOCHASTIC, bits=16)
+        step = functools.partial(optimizer_update, codes=STOCHASTIC, bits=16)
         for own in (True, False):
             words = [WORDS + np.uint32(i * own) for i in range(3)]
             many = jax.tree.map(lambda *x: np.stack(x), *[e[:5] for e in examples])
@@ -100,7 +101,7 @@ class TestVmap:
         """inject_hyperparams over a population."""
         args = operands((4, 33), (None, "nearest"), np.float32, None)
         scalars = np.stack([SCALARS, 2 * SCALARS])
-        step = functools.partial(adamw_update, codes=(None, "nearest"))
+        step = functools.partial(optimizer_update, codes=(None, "nearest"))
         found = jax.vmap(lambda s: step(*args[:5], s, None))(scalars)
         for i in range(2):
             wanted = expected((*args[:5], scalars[i], None), (None, "nearest"), None)
@@ -109,12 +110,12 @@ class TestVmap:
 
 class TestMemory:
     @pytest.mark.parametrize(("bits", "result"), [(32, "parameter"), (24, "update")])
-    def test_the_new_state_takes_the_place_of_the_old_one(self, bits, result):
+    @pytest.mark.parametrize(("rule", "codes"), [("adamw", STOCHASTIC), ("lion", ("stochastic", None))])
+    def test_the_new_state_takes_the_place_of_the_old_one(self, rule, codes, bits, result):
         shape = (256, 512)
-        args = jax.tree.map(jnp.array, operands(shape, STOCHASTIC, jnp.bfloat16, bits, hostile=False))
-        step = jax.jit(
-            functools.partial(adamw_update, codes=STOCHASTIC, bits=bits, result=result), donate_argnums=(1, 2, 3, 4)
-        )
+        args = jax.tree.map(jnp.array, operands(shape, codes, jnp.bfloat16, bits, hostile=False, rule=rule))
+        update = functools.partial(optimizer_update, rule=rule, codes=codes, bits=bits, result=result)
+        step = jax.jit(update, donate_argnums=(1, 2, 3, 4))
         compiled = step.lower(*args).compile()
         memory = compiled.memory_analysis()
         kept = [*args[1:5]] if result == "parameter" else [*args[2:5]]
@@ -128,7 +129,7 @@ class TestMemory:
     def test_operands_that_are_not_donated_stay(self):
         args = jax.device_put(operands((16, 64), STOCHASTIC, jnp.bfloat16, 32))
         before = jax.tree.map(np.array, args)
-        new = jax.jit(functools.partial(adamw_update, codes=STOCHASTIC, bits=32))(*args)
+        new = jax.jit(functools.partial(optimizer_update, codes=STOCHASTIC, bits=32))(*args)
         assert_same_bytes(args, before)
         assert_same_bytes(tuple(new), expected(before, STOCHASTIC, 32))
 
@@ -136,5 +137,5 @@ class TestMemory:
 def test_an_array_without_elements():
     zero = np.zeros((0, 64), np.float32)
     codes = Coded(np.zeros((0, 64), np.uint8), np.zeros((0, 2), np.uint8))
-    new = adamw_update(zero, zero, None, codes, codes, SCALARS, WORDS, codes=STOCHASTIC)
+    new = optimizer_update(zero, zero, None, codes, codes, SCALARS, WORDS, codes=STOCHASTIC)
     assert new.parameter.shape == (0, 64) and new.mu.exponents.shape == (0, 2)

@@ -1,4 +1,4 @@
-"""AdamW's update: the bytes of the specification, whatever the states, the weights and the program."""
+"""AdamW's and Lion's update: the bytes of the specification, whatever the states, the weights and the program."""
 
 import functools
 
@@ -7,12 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxlowprec.ops.adamw_update import adamw_update, reference
 from jaxlowprec.ops.optimizer_states import Coded
+from jaxlowprec.ops.optimizer_update import optimizer_update, reference
 from tests.helpers import assert_same_bytes
 from tests.numpy_oracle import optimizer_states as oracle
-from tests.ops.adamw_update.cases import CODES, SCALARS, WEIGHTS, WORDS, expected, numbers, operands
 from tests.ops.implementations import ByKernels, ByReference, with_options
+from tests.ops.optimizer_update.cases import ROUNDINGS, SCALARS, WEIGHTS, WORDS, expected, numbers, operands
 
 SHAPES = ((8, 64), (6, 104), (7, 1), (5, 31), (4, 33), (2, 3, 40), (96,), (1,))
 SOME = (  # each rounding of each moment, each way to keep weights, each type of gradients, both results
@@ -34,18 +34,44 @@ def name_of(value):
 
 
 class UpdateCases:
+    rule = "adamw"
+
     def update(self, args, codes, bits, is_update=False):
-        result = "update" if is_update else "parameter"
-        run = with_options(adamw_update, self.implementation, codes=codes, bits=bits, result=result)
-        return run(*args)
+        options = {"rule": self.rule, "codes": codes, "bits": bits, "result": "update" if is_update else "parameter"}
+        return with_options(optimizer_update, self.implementation, **options)(*args)
+
+    def check(self, args, codes, bits, is_update=False):
+        """The update of these operands has the bytes of the specification."""
+        found = self.update(args, codes, bits, is_update)
+        assert_same_bytes(tuple(found), expected(args, codes, bits, is_update, self.rule))
+        return found
+
+    def codes(self, mu, nu):
+        """The roundings of the rule's moments."""
+        return (mu, nu) if self.rule == "adamw" else (mu, None)
 
     @pytest.mark.parametrize(("codes", "p_dtype", "bits", "g_dtype", "is_update"), SOME, ids=name_of)
     def test_bytes_are_those_of_the_specification(self, codes, p_dtype, bits, g_dtype, is_update):
+        codes = self.codes(*codes)
         for seed, shape in enumerate(self.shapes):
-            args = operands(shape, codes, p_dtype, bits, g_dtype, 10 * seed)
-            found = self.update(args, codes, bits, is_update)
-            assert_same_bytes(tuple(found), expected(args, codes, bits, is_update))
+            args = operands(shape, codes, p_dtype, bits, g_dtype, 10 * seed, rule=self.rule)
+            self.check(args, codes, bits, is_update)
 
+    def test_one_gradient_that_is_nan_poisons_one_block(self):
+        codes = self.codes("stochastic", "stochastic")
+        args = operands((4, 96), codes, jnp.bfloat16, 32, hostile=False, rule=self.rule)
+        args[0][1, 40] = np.nan
+        found = self.update(args, codes, 32)
+        for moment in (found.mu, found.nu)[: 1 + (self.rule == "adamw")]:
+            poisoned = np.asarray(moment.exponents) == 255
+            assert poisoned[1, 1] and poisoned.sum() == 1
+        assert np.isnan(np.asarray(found.parameter).astype(np.float32)).sum() == 1
+
+    def test_an_array_without_axes(self):
+        self.check(operands((), (None, None), np.float32, None, rule=self.rule), (None, None), None)
+
+
+class AdamwCases(UpdateCases):
     def test_moments_of_zeros_and_gradients_of_zeros_stay(self):
         """So does v exactly: 1 / (sqrt(0) + eps) of a number that is not 0 would explode."""
         codes = ("stochastic", "stochastic")
@@ -55,16 +81,6 @@ class UpdateCases:
         scalars[7] = 0  # no weight decay
         found = self.update((np.zeros_like(g), p, rest, zero, zero, scalars, WORDS), codes, 32)
         assert_same_bytes(tuple(found), (p, rest, zero, zero))
-
-    def test_one_gradient_that_is_nan_poisons_one_block(self):
-        codes = ("stochastic", "stochastic")
-        args = operands((4, 96), codes, jnp.bfloat16, 32, hostile=False)
-        args[0][1, 40] = np.nan
-        found = self.update(args, codes, 32)
-        for moment in (found.mu, found.nu):
-            poisoned = np.asarray(moment.exponents) == 255
-            assert poisoned[1, 1] and poisoned.sum() == 1
-        assert np.isnan(np.asarray(found.parameter).astype(np.float32)).sum() == 1
 
     def test_a_tiny_gradient_has_a_bounded_update(self):
         """Squares of 1e-12 are far below all other moments, but not 0: 1 / sqrt(v) does not explode."""
@@ -77,12 +93,29 @@ class UpdateCases:
         assert (np.asarray(found.nu.codes) > 0).all()
         np.testing.assert_allclose(np.abs(found.parameter), 1, rtol=1e-5)
 
-    def test_an_array_without_axes(self):
-        args = operands((), (None, None), np.float32, None)
-        assert_same_bytes(tuple(self.update(args, (None, None), None)), expected(args, (None, None), None))
+
+class LionCases(UpdateCases):
+    rule = "lion"
+
+    def test_steps_are_signs(self):
+        """Zero has its own; what is infinite has one, too."""
+        g = np.array([[3, -3, 0, -0.0, 1e-30, -1e-40, np.inf, -np.inf, 1e38, np.nan]], np.float32)
+        zero = np.zeros_like(g)
+        scalars = np.array([0.9, 0.1, 0.99, 0.01, 0, -1], np.float32)
+        found = self.check((g, zero, None, zero, None, scalars, None), (None, None), None, True).parameter
+        signs = [-1, 1, 0, 0, -1, 0, -1, 1, -1, np.nan]
+        np.testing.assert_array_equal(np.asarray(found)[0], signs)
+
+    def test_moments_that_are_no_numbers_beside_weights_that_are(self):
+        """Infinite, overflowing and cancelling ones, of which the step has only the sign."""
+        for scalars in ((0.9, 0.1, 0.99, 0.01), (0, 1, 1, 0), (1, 0, 0, 1), (0.5, 0.5, 2, 2), (0, 1, np.nan, 0)):
+            scalars = np.array([*scalars, 0.1, -1e-3], np.float32)
+            for codes, bits in ((None, 32), ("nearest", 32), ("stochastic", 16)):
+                g, p, rest, mu, nu, _, words = operands((8, 256), (codes, None), jnp.bfloat16, bits, rule="lion")
+                self.check((g, p, rest, mu, nu, scalars, words), (codes, None), bits)
 
 
-class TestReference(UpdateCases, ByReference):
+class TestAdamwByReference(AdamwCases, ByReference):
     shapes = SHAPES[1:6:4]
 
     def test_a_program_and_its_operations_one_by_one_agree(self):
@@ -90,11 +123,11 @@ class TestReference(UpdateCases, ByReference):
         shape, codes = (64, 96), ("stochastic", "stochastic")
         args = operands(shape, codes, jnp.bfloat16, 32, hostile=False)
         rows, blocks = np.arange(64, dtype=np.uint32), np.arange(3, dtype=np.uint32)
-        options = {"stochastic": (True, True), "bits": 32, "is_update": False}
+        options = {"rule": "adamw", "stochastic": (True, True), "bits": 32, "is_update": False}
 
         def update(g, p, rest, mu, nu, scalars, words):
             places = reference.Places(words, rows, blocks)
-            return reference.adamw_update(g, p, scalars, rest, mu, nu, places, **options)
+            return reference.optimizer_update(g, p, scalars, rest, mu, nu, places, **options)
 
         given = jax.tree.map(jnp.asarray, args)
         wanted = expected(args, codes, 32)
@@ -104,7 +137,7 @@ class TestReference(UpdateCases, ByReference):
     def test_what_is_computed_around_it_changes_no_bit(self):
         codes = (None, None)
         args = operands((128, 128), codes, np.float32, None, hostile=False)
-        step = functools.partial(adamw_update, codes=codes, implementation="reference")
+        step = functools.partial(optimizer_update, codes=codes, implementation="reference")
 
         @jax.jit
         def program(g, p, mu, nu, scalars):
@@ -117,47 +150,53 @@ class TestReference(UpdateCases, ByReference):
         assert_same_bytes(found, (wanted[0], *wanted[2:]))
 
 
-class TestKernels(UpdateCases, ByKernels):
+class TestLionByReference(LionCases, ByReference):
+    shapes = SHAPES[1:6:4]
+
+
+class KernelCases(UpdateCases):
     shapes = SHAPES
 
-    @pytest.mark.parametrize("codes", CODES, ids=str)
+    @pytest.mark.parametrize("mu", ROUNDINGS)
     @pytest.mark.parametrize(("p_dtype", "bits"), WEIGHTS, ids=name_of)
-    def test_every_way_to_keep_states_and_weights(self, codes, p_dtype, bits):
-        for seed, g_dtype in enumerate((np.float32, jnp.bfloat16)):
-            for is_update in (False, True):
-                args = operands((9, 136), codes, p_dtype, bits, g_dtype, 100 + seed)
-                found = self.update(args, codes, bits, is_update)
-                assert_same_bytes(tuple(found), expected(args, codes, bits, is_update))
+    def test_every_way_to_keep_states_and_weights(self, mu, p_dtype, bits):
+        for codes in {self.codes(mu, nu) for nu in ROUNDINGS}:
+            for seed, g_dtype in enumerate((np.float32, jnp.bfloat16)):
+                for is_update in (False, True):
+                    args = operands((9, 136), codes, p_dtype, bits, g_dtype, 100 + seed, rule=self.rule)
+                    self.check(args, codes, bits, is_update)
 
     def test_every_upper_half_of_float32_as_gradient(self):
         g = (np.arange(1 << 16, dtype=np.uint32) << 16).view(np.float32)
         for seed, order in enumerate((g, np.random.default_rng(0).permutation(g))):
-            for codes in (("stochastic", "stochastic"), ("nearest", "nearest"), (None, None)):
-                args = operands((1 << 11, 32), codes, np.float32, None, seed=seed, hostile=False)
-                args = (order.reshape(1 << 11, 32), *args[1:])
-                assert_same_bytes(tuple(self.update(args, codes, None)), expected(args, codes, None))
+            for rounding in ROUNDINGS:
+                codes = self.codes(rounding, rounding)
+                args = operands((1 << 11, 32), codes, np.float32, None, seed=seed, hostile=False, rule=self.rule)
+                self.check((order.reshape(1 << 11, 32), *args[1:]), codes, None)
 
     def test_every_upper_half_of_float32_as_weight(self):
         weight = (np.arange(1 << 16, dtype=np.uint32) << 16).view(np.float32).reshape(1 << 11, 32)
         for bits in (None, 16, 24, 32):
-            args = operands(weight.shape, (None, None), jnp.bfloat16, bits, hostile=False)
+            args = operands(weight.shape, (None, None), jnp.bfloat16, bits, hostile=False, rule=self.rule)
             args = (args[0], (weight.view(np.uint32) >> 16).astype(np.uint16).view(jnp.bfloat16), *args[2:])
             for is_update in (False, True):
-                found = self.update(args, (None, None), bits, is_update)
-                assert_same_bytes(tuple(found), expected(args, (None, None), bits, is_update))
+                self.check(args, (None, None), bits, is_update)
 
     def test_a_long_run_stays_with_the_oracle(self):
         """Ten steps, each from the bytes of the last."""
-        codes = ("stochastic", "stochastic")
-        args = list(operands((16, 96), codes, jnp.bfloat16, 24, hostile=False))
-        other = list(args)
+        codes = self.codes("stochastic", "stochastic")
+        args = list(operands((16, 96), codes, jnp.bfloat16, 24, hostile=False, rule=self.rule))
         for i in range(10):
-            g = numbers((16, 96), 50 + i, 1e-3, hostile=False)
-            words = WORDS + np.uint32(i)
-            args[0], args[6], other[0], other[6] = g, words, g, words
-            args[1:5] = self.update(tuple(args), codes, 24)
-            other[1:5] = expected(tuple(other), codes, 24)
-            assert_same_bytes(tuple(args[1:5]), tuple(other[1:5]))
+            args[0], args[6] = numbers((16, 96), 50 + i, 1e-3, hostile=False), WORDS + np.uint32(i)
+            args[1:5] = self.check(tuple(args), codes, 24)
+
+
+class TestAdamwByKernels(AdamwCases, KernelCases, ByKernels):
+    pass
+
+
+class TestLionByKernels(LionCases, KernelCases, ByKernels):
+    pass
 
 
 def test_rows_count_over_all_leading_axes():
@@ -165,8 +204,8 @@ def test_rows_count_over_all_leading_axes():
     codes = ("stochastic", "stochastic")
     args = operands((6, 40), codes, jnp.bfloat16, 16, hostile=False)
     stacked = jax.tree.map(lambda x: x.reshape(2, 3, x.shape[-1]) if x.shape[:1] == (6,) else x, args)
-    whole = adamw_update(*args, codes=codes, bits=16)
-    found = adamw_update(*stacked, codes=codes, bits=16)
+    whole = optimizer_update(*args, codes=codes, bits=16)
+    found = optimizer_update(*stacked, codes=codes, bits=16)
     assert_same_bytes(jax.tree.map(lambda x: x.reshape(6, x.shape[-1]), found), whole)
     draws = oracle.half_words((2, 3, 40), WORDS[0])
     np.testing.assert_array_equal(draws.reshape(6, 40), oracle.half_words((6, 40), WORDS[0]))

@@ -1,7 +1,7 @@
-// AdamW in one pass (numerics.md 19): 32 elements of a row at a time are read, decoded, updated, encoded and written where
-// they were read; nothing else is stored. How moments and weights are kept is known at run time and asked once for 32.
-// Bytes moved per element: with 8-bit moments and remainders of 16 bits, 2 for the gradient of bfloat16 and 12.1 read and
-// written; with float32 throughout, 28.
+// AdamW and Lion in one pass (numerics.md 19): 32 elements of a row at a time are read, decoded, updated, encoded and
+// written where they were read; nothing else is stored. How moments and weights are kept is known at run time and asked once
+// for 32. Bytes moved per element: with 8-bit moments and remainders of 16 bits, 2 for the gradient of bfloat16 and 12.1
+// read and written; with float32 throughout, 28.
 #pragma once
 
 #include "../../numerics/optimizer_states.h"
@@ -27,13 +27,13 @@ struct BlockOfArray {
 };
 
 /// The arrays of a problem, from the first element of a matrix.
-struct AdamWArrays {
+struct UpdateArrays {
   enum { kG, kP, kRest, kMu, kNu, kCount };
   BlockOfArray of[kCount];
   const uint8_t* exponents[2];
   uint8_t* new_exponents[2];
 
-  AdamWArrays(const AdamWUpdateProblem& p, int64_t batch) {
+  UpdateArrays(const OptimizerUpdateProblem& p, int64_t batch) {
     const auto array = [](const void* from, void* to, int read, int written) {
       return BlockOfArray{static_cast<const uint8_t*>(from), static_cast<uint8_t*>(to), from ? read : 0, to ? written : 0};
     };
@@ -170,13 +170,37 @@ class KnownDivisor {
 JLP_RULE bool all_at_most(U32, uint32_t) { return false; }
 #endif
 
+/// Quotients of a block's moments.
+template <class Rule>
+struct DirectionOf {
+  explicit DirectionOf(const typename Rule::Scalars&) {}
+  static constexpr bool serves = true;
+
+  template <bool kOrdinary>
+  F32 of(F32 m, F32 v, const typename Rule::Scalars& s) const {
+    return Rule::template direction<F32>({m, v, F32{}}, s);
+  }
+};
+template <>
+struct DirectionOf<AdamW> {
+  explicit DirectionOf(const AdamW::Scalars& s) : k1(s.k1), k2(s.k2), serves(k1.serves && k2.serves) {}
+  KnownDivisor k1, k2;
+  bool serves;
+
+  template <bool kOrdinary>
+  F32 of(F32 m, F32 v, const AdamW::Scalars& s) const {
+    if constexpr (!kOrdinary) return AdamW::direction<F32>({m, v, F32{}}, s);
+    return AdamW::direction_of_quotients<F32>(k1.divide(m), k2.divide(v), s);
+  }
+};
+
 // --- the pass
 
 /// A matrix as rows of blocks: one row where no element need know its own, nor a block where rows end.
-struct AdamWRows {
+struct UpdateRows {
   int64_t columns, blocks, blocks_of_matrix;
 
-  explicit AdamWRows(const AdamWUpdateProblem& p) : columns(p.columns) {
+  explicit UpdateRows(const OptimizerUpdateProblem& p) : columns(p.columns) {
     const bool coded = p.mu.codes || p.nu.codes, is_one = !p.drawn() && (!coded || p.columns % kStateBlock == 0);
     if (is_one) columns = p.rows * p.columns;
     blocks = divide_up(columns, kStateBlock);
@@ -184,24 +208,24 @@ struct AdamWRows {
   }
 };
 
-class AdamWPass {
+template <class Rule>
+class UpdatePass {
  public:
   static constexpr int kRun = kLanes * kDrawsOfCall / kStateBlock;  // blocks whose draws come from one vector of calls
 
-  AdamWPass(const AdamWUpdateProblem& given, const AdamWRows& rows, int64_t batch)
+  UpdatePass(const OptimizerUpdateProblem& given, const UpdateRows& rows, int64_t batch)
       : p(given),
         rows_(rows),
         arrays_(given, batch),
         words_(given.words ? given.words + 4 * batch : nullptr),
-        scalars_(load<AdamWScalars>(p.scalars + kAdamWScalars * batch)),
-        k1_(scalars_.k1),
-        k2_(scalars_.k2) {}
+        scalars_(load<typename Rule::Scalars>(p.scalars + kUpdateScalars<Rule> * batch)),
+        direction_(scalars_) {}
 
   /// `count` blocks of a row, at most kRun.
   void run(int64_t row, int64_t block, int count) {
     if (words_) draw(row, block, count);
-    BlockOfArray at[AdamWArrays::kCount];
-    for (int a = 0; a < AdamWArrays::kCount; ++a) at[a] = arrays_.of[a].at(row * rows_.columns + block * kStateBlock);
+    BlockOfArray at[UpdateArrays::kCount];
+    for (int a = 0; a < UpdateArrays::kCount; ++a) at[a] = arrays_.of[a].at(row * rows_.columns + block * kStateBlock);
     for (int i = 0; i < count; ++i, ++block) {
       const int64_t left = rows_.columns - block * kStateBlock;
       if (left >= kStateBlock)
@@ -228,54 +252,51 @@ class AdamWPass {
   }
 
   /// A row's last block, of fewer elements: the others are zeros, whose codes change no exponent.
-  __attribute__((noinline)) void update_part(const BlockOfArray (&at)[AdamWArrays::kCount], int count, int64_t block,
+  __attribute__((noinline)) void update_part(const BlockOfArray (&at)[UpdateArrays::kCount], int count, int64_t block,
                                              int drawn) {
-    alignas(64) uint8_t padded[AdamWArrays::kCount][4 * kStateBlock] = {};
-    BlockOfArray whole[AdamWArrays::kCount];
-    for (int a = 0; a < AdamWArrays::kCount; ++a) {
+    alignas(64) uint8_t padded[UpdateArrays::kCount][4 * kStateBlock] = {};
+    BlockOfArray whole[UpdateArrays::kCount];
+    for (int a = 0; a < UpdateArrays::kCount; ++a) {
       if (at[a].read) memcpy(padded[a], at[a].from, count * at[a].read);
       whole[a] = {padded[a], padded[a], at[a].read, at[a].written};
     }
     update(whole, block, drawn);
-    for (int a = 0; a < AdamWArrays::kCount; ++a)
+    for (int a = 0; a < UpdateArrays::kCount; ++a)
       if (at[a].written) memcpy(at[a].to, padded[a], count * at[a].written);
   }
 
   /// A block's elements; `block` is its number in the matrix, and `drawn` where its draws begin.
-  __attribute__((always_inline)) void update(const BlockOfArray (&at)[AdamWArrays::kCount], int64_t block, int drawn) {
-    const BlockOfArray &to_mu = at[AdamWArrays::kMu], &to_nu = at[AdamWArrays::kNu];
-    const StateBlock g = p.g_type == ElementType::kBF16 ? load_block<BF16>(at[AdamWArrays::kG].from)
-                                                        : load_block<Float>(at[AdamWArrays::kG].from);
+  __attribute__((always_inline)) void update(const BlockOfArray (&at)[UpdateArrays::kCount], int64_t block, int drawn) {
+    const StateBlock g = p.g_type == ElementType::kBF16 ? load_block<BF16>(at[UpdateArrays::kG].from)
+                                                        : load_block<Float>(at[UpdateArrays::kG].from);
     const StateBlock old = load_weights(at);
-    StateBlock m = load_moment<true>(to_mu.from, block), v = load_moment<false>(to_nu.from, block);
+    StateBlock m = load_moment<true>(at[UpdateArrays::kMu].from, block), v;
+    if constexpr (Rule::kHasNu) v = load_moment<false>(at[UpdateArrays::kNu].from, block);
     U32 above = U32{};  // the largest distance from kOrdinaryFrom; that of smaller and of negative numbers is huge
     JLP_UNROLL(8)
     for (int i = 0; i < kStateVectors; ++i) {
-      const AdamWStep<F32> step = adamw_moments<F32>(g.of[i], m.of[i], v.of[i], scalars_);
+      const UpdateStep<F32> step = Rule::template moments<F32>(g.of[i], m.of[i], Rule::kHasNu ? v.of[i] : F32{}, scalars_);
       m.of[i] = step.m, v.of[i] = step.v;
       const U32 of_m = magnitude(step.m) - kOrdinaryFrom, of_v = L::bits(step.v) - kOrdinaryFrom;
-      const U32 both = of_m > of_v ? of_m : of_v;
+      const U32 both = Rule::kHasNu ? (of_m > of_v ? of_m : of_v) : of_m;
       above = above > both ? above : both;
     }
-    if (k1_.serves && k2_.serves && all_at_most(above, kOrdinarySpan))
+    if (direction_.serves && all_at_most(above, kOrdinarySpan))
       finish<true>(at, m, v, old, block, drawn);
     else
       finish<false>(at, m, v, old, block, drawn);
   }
 
   template <bool kOrdinary>
-  __attribute__((always_inline)) void finish(const BlockOfArray (&at)[AdamWArrays::kCount], const StateBlock& m,
+  __attribute__((always_inline)) void finish(const BlockOfArray (&at)[UpdateArrays::kCount], const StateBlock& m,
                                              const StateBlock& v, const StateBlock& old, int64_t block, int drawn) {
     StateBlock change;
     JLP_UNROLL(8)
-    for (int i = 0; i < kStateVectors; ++i) {
-      const F32 over_k1 = kOrdinary ? k1_.divide(m.of[i]) : m.of[i] / scalars_.k1;
-      const F32 over_k2 = kOrdinary ? k2_.divide(v.of[i]) : v.of[i] / scalars_.k2;
-      change.of[i] = adamw_change<F32>(over_k1, over_k2, old.of[i], scalars_);
-    }
+    for (int i = 0; i < kStateVectors; ++i)
+      change.of[i] = update_along<F32>(direction_.template of<kOrdinary>(m.of[i], v.of[i], scalars_), old.of[i], scalars_);
     store_weights(at, old, change, draws_[1] + drawn);
-    store_moment<true, kOrdinary>(p.mu, m, at[AdamWArrays::kMu].to, block, draws_[0] + drawn);
-    store_moment<false, kOrdinary>(p.nu, v, at[AdamWArrays::kNu].to, block, draws_[0] + drawn);
+    store_moment<true, kOrdinary>(p.mu, m, at[UpdateArrays::kMu].to, block, draws_[0] + drawn);
+    if constexpr (Rule::kHasNu) store_moment<false, kOrdinary>(p.nu, v, at[UpdateArrays::kNu].to, block, draws_[0] + drawn);
   }
 
   template <bool kSigned>
@@ -292,8 +313,8 @@ class AdamWPass {
     for (int i = 0; i < kStateVectors; ++i) store(to + 4 * i * kLanes, stored(x.of[i]));
   }
 
-  StateBlock load_weights(const BlockOfArray (&at)[AdamWArrays::kCount]) const {
-    const uint8_t *from = at[AdamWArrays::kP].from, *rest = at[AdamWArrays::kRest].from;
+  StateBlock load_weights(const BlockOfArray (&at)[UpdateArrays::kCount]) const {
+    const uint8_t *from = at[UpdateArrays::kP].from, *rest = at[UpdateArrays::kRest].from;
     switch (p.weight) {
       case WeightKind::kFloat32: return load_block<Float>(from);
       case WeightKind::kRest16: return join_weights<32>(from, rest);
@@ -303,9 +324,9 @@ class AdamWPass {
   }
 
   /// The weight that is changed, or its change.
-  void store_weights(const BlockOfArray (&at)[AdamWArrays::kCount], const StateBlock& old, const StateBlock& change,
+  void store_weights(const BlockOfArray (&at)[UpdateArrays::kCount], const StateBlock& old, const StateBlock& change,
                      const uint16_t* draws) {
-    const BlockOfArray& to = at[AdamWArrays::kP];
+    const BlockOfArray& to = at[UpdateArrays::kP];
     if (p.weight == WeightKind::kFloat32) {
       for (int i = 0; i < kStateVectors; ++i)
         store(to.to + 4 * i * kLanes, stored(p.update ? change.of[i] : old.of[i] + change.of[i]));
@@ -322,11 +343,11 @@ class AdamWPass {
     switch (p.weight) {
       case WeightKind::kRest16:
         each([](F32 w, int) { return master_split<32>(w); });
-        for (int i = 0; i < kStateVectors; ++i) store_u16(at[AdamWArrays::kRest].to + 2 * i * kLanes, rest[i]);
+        for (int i = 0; i < kStateVectors; ++i) store_u16(at[UpdateArrays::kRest].to + 2 * i * kLanes, rest[i]);
         break;
       case WeightKind::kRest8:
         each([](F32 w, int) { return master_split<24>(w); });
-        store_bytes(at[AdamWArrays::kRest].to, rest);
+        store_bytes(at[UpdateArrays::kRest].to, rest);
         break;
       case WeightKind::kDrawn:
         each([&](F32 w, int i) { return MasterParts<F32>{master_drawn(w, load_u16(draws + i * kLanes)), U32{}}; });
@@ -341,28 +362,29 @@ class AdamWPass {
     for (int i = 0; i < kStateVectors; ++i) store(to.to + 4 * i * kLanes, stored(bf16_decode<F32>(upper[i]) - before.of[i]));
   }
 
-  const AdamWUpdateProblem& p;
-  const AdamWRows rows_;
-  const AdamWArrays arrays_;
+  const OptimizerUpdateProblem& p;
+  const UpdateRows rows_;
+  const UpdateArrays arrays_;
   const uint32_t* words_;
-  const AdamWScalars scalars_;
-  const KnownDivisor k1_, k2_;
+  const typename Rule::Scalars scalars_;
+  const DirectionOf<Rule> direction_;
   alignas(64) uint16_t draws_[2][kRun * kStateBlock];
 };
 
-struct AdamWUpdate {
-  static int64_t chunks_per_matrix(const AdamWUpdateProblem& p) {
-    return divide_up(AdamWRows(p).blocks_of_matrix, blocks_of_chunk(p));
+template <class Rule>
+struct OptimizerUpdate {
+  static int64_t chunks_per_matrix(const OptimizerUpdateProblem& p) {
+    return divide_up(UpdateRows(p).blocks_of_matrix, blocks_of_chunk(p));
   }
 
-  static void chunk(const AdamWUpdateProblem& p, int64_t batch, int64_t chunk) {
-    const AdamWRows rows(p);
-    AdamWPass pass(p, rows, batch);
+  static void chunk(const OptimizerUpdateProblem& p, int64_t batch, int64_t chunk) {
+    const UpdateRows rows(p);
+    UpdatePass<Rule> pass(p, rows, batch);
     const int64_t first = chunk * blocks_of_chunk(p);
     const int64_t last = std::min(first + blocks_of_chunk(p), rows.blocks_of_matrix);
     int64_t row = first / rows.blocks, block = first % rows.blocks;
     for (int64_t at = first; at < last;) {
-      const int64_t count = std::min({int64_t{AdamWPass::kRun}, rows.blocks - block, last - at});
+      const int64_t count = std::min({int64_t{UpdatePass<Rule>::kRun}, rows.blocks - block, last - at});
       pass.run(row, block, static_cast<int>(count));
       at += count, block += count;
       if (block == rows.blocks) block = 0, ++row;
@@ -370,7 +392,9 @@ struct AdamWUpdate {
   }
 
  private:
-  static int64_t blocks_of_chunk(const AdamWUpdateProblem& p) { return elements_of_chunk(p.rows * p.columns) / kStateBlock; }
+  static int64_t blocks_of_chunk(const OptimizerUpdateProblem& p) {
+    return elements_of_chunk(p.rows * p.columns) / kStateBlock;
+  }
 };
 
 }  // namespace JLP_ISA

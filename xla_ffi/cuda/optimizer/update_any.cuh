@@ -1,5 +1,5 @@
-// AdamW's update of one block of 32 elements by a warp, a lane for each: of arrays of any shape and place, and of all
-// numbers.
+// AdamW's and Lion's update of one block of 32 elements by a warp, a lane for each: of arrays of any shape and place, and of
+// all numbers.
 #pragma once
 
 #include "../../numerics/optimizer_states.h"
@@ -10,14 +10,14 @@
 namespace jaxlowprec {
 namespace cuda {
 
-struct AdamWArguments {
-  AdamWUpdateProblem p;
+struct UpdateArguments {
+  OptimizerUpdateProblem p;
   uint32_t blocks;                  // of a row
   uint32_t step_rows, step_blocks;  // from a warp's blocks to its next ones
 };
 
 /// Philox's ten pairs of round keys for the draws of a matrix's moments and of its weights.
-struct AdamWShared {
+struct UpdateShared {
   alignas(16) uint32_t keys[2][20];
 };
 
@@ -28,7 +28,7 @@ struct BlockPlace {
   int count;  // of its elements
 };
 
-JLP_DEVICE BlockPlace place_of_block(const AdamWArguments& a, int64_t batch, uint32_t at) {
+JLP_DEVICE BlockPlace place_of_block(const UpdateArguments& a, int64_t batch, uint32_t at) {
   const uint32_t row = at / a.blocks, block = at - row * a.blocks;
   const int64_t line = batch * a.p.rows + row, left = a.p.columns - int64_t{32} * block;
   BlockPlace place = {block, row, line * a.p.columns + int64_t{32} * block, line * a.blocks + block, 32};
@@ -48,8 +48,8 @@ JLP_DEVICE uint32_t draw_one(const uint32_t (&keys)[20], const BlockPlace& place
 }
 
 template <bool kSigned>
-JLP_DEVICE float load_moment(const MomentState& state, int64_t at, uint32_t exponent) {
-  return state.numbers ? state.numbers[at] : state_decode<kSigned, float>(state.codes[at], exponent);
+JLP_DEVICE float load_moment(const MomentState& state, int64_t at, int64_t exponent) {
+  return state.numbers ? state.numbers[at] : state_decode<kSigned, float>(state.codes[at], state.exponents[exponent]);
 }
 
 template <bool kSigned>
@@ -73,7 +73,7 @@ JLP_DEVICE float load_number(const void* from, ElementType type, int64_t at) {
                                    : bf16_decode<float>(static_cast<const uint16_t*>(from)[at]);
 }
 
-JLP_DEVICE float load_weight(const AdamWUpdateProblem& p, int64_t at) {
+JLP_DEVICE float load_weight(const OptimizerUpdateProblem& p, int64_t at) {
   if (p.weight == WeightKind::kFloat32) return static_cast<const float*>(p.p)[at];
   const uint32_t upper = static_cast<const uint16_t*>(p.p)[at];
   if (p.weight == WeightKind::kRest16) return master_join<32, float>(upper, static_cast<const uint16_t*>(p.rest)[at]);
@@ -82,8 +82,8 @@ JLP_DEVICE float load_weight(const AdamWUpdateProblem& p, int64_t at) {
 }
 
 /// The new weight, and the update of the parameter where it is wanted.
-JLP_DEVICE void store_weight(const AdamWUpdateProblem& p, const BlockPlace& place, const uint32_t (&keys)[20], float weight,
-                             float update, bool there) {
+JLP_DEVICE void store_weight(const OptimizerUpdateProblem& p, const BlockPlace& place, const uint32_t (&keys)[20],
+                             float weight, float update, bool there) {
   const int64_t at = place.first + threadIdx.x % 32;
   uint32_t drawn = 0;
   if (p.weight == WeightKind::kDrawn) drawn = draw_one(keys, place);
@@ -112,25 +112,26 @@ JLP_DEVICE void store_weight(const AdamWUpdateProblem& p, const BlockPlace& plac
 }
 
 /// Updates block `at` of a matrix, by all lanes of a warp.
-JLP_DEVICE void update_block(const AdamWArguments& a, const AdamWShared& shared, const AdamWScalars& scalars, int64_t batch,
-                             uint32_t at) {
+template <class Rule>
+JLP_DEVICE void update_block(const UpdateArguments& a, const UpdateShared& shared, const typename Rule::Scalars& scalars,
+                             int64_t batch, uint32_t at) {
   const BlockPlace place = place_of_block(a, batch, at);
-  const AdamWUpdateProblem& p = a.p;
+  const OptimizerUpdateProblem& p = a.p;
   const int lane = threadIdx.x % 32;
   const bool there = lane < place.count;
   const int64_t mine = place.first + lane;
   float weight = 0;
-  AdamWStep<float> step = {};
+  UpdateStep<float> step = {};
   if (there) {
-    const uint32_t of_m = p.mu.codes ? p.mu.exponents[place.exponent] : 0,
-                   of_v = p.nu.codes ? p.nu.exponents[place.exponent] : 0;
+    const float m = load_moment<true>(p.mu, mine, place.exponent);
+    float v = 0;
+    if constexpr (Rule::kHasNu) v = load_moment<false>(p.nu, mine, place.exponent);
     weight = load_weight(p, mine);
-    step = adamw_step(load_number(p.g, p.g_type, mine), load_moment<true>(p.mu, mine, of_m),
-                      load_moment<false>(p.nu, mine, of_v), weight, scalars);
+    step = update_step<Rule>(load_number(p.g, p.g_type, mine), m, v, weight, scalars);
   }
   __syncwarp();  // the new exponent may take the place of the old one
   store_moment<true>(p.mu, place, shared.keys[0], step.m, there);
-  store_moment<false>(p.nu, place, shared.keys[0], step.v, there);
+  if constexpr (Rule::kHasNu) store_moment<false>(p.nu, place, shared.keys[0], step.v, there);
   store_weight(p, place, shared.keys[1], weight + step.update, step.update, there);
 }
 

@@ -1,17 +1,18 @@
-// AdamW's update of eight elements by a thread, of the numbers that training has; four threads have a block of 32.
+// AdamW's and Lion's update of eight elements by a thread, of the numbers that training has; four threads have a block
+// of 32.
 //
 //   gradient, parameter, remainder, codes (16 bytes each, 8 of codes) -> moments and weight in float32 -> the new ones ->
 //   largest ranks of the block by two shuffles -> codes, parameter, remainder
 //
 // Nothing is stored before all lanes of a warp know that their numbers are in range; else each block goes the way of
-// adamw_any.cuh, from memory. Dividends are scaled by powers of two so that remainders are normal numbers, and quotients
+// update_any.cuh, from memory. Dividends are scaled by powers of two so that remainders are normal numbers, and quotients
 // unscaled in the fused multiply-add that rounds the next sum: its product is exact. What is too large for that, or not
 // finite, becomes a NaN, which the weight shows. An update that would be subnormal, and so zero, needs a divisor above 1.
 #pragma once
 
-#include "adamw_any.cuh"
 #include "exact.cuh"
 #include "state_codes.cuh"
+#include "update_any.cuh"
 
 namespace jaxlowprec {
 namespace cuda {
@@ -20,16 +21,20 @@ constexpr float kScaleOfM = 0x1p36f, kScaleOfV = 0x1p60f, kUnscaleOfRoot = 0x1p-
 constexpr float kInPlaceOfZero = 0x1p-120f;  // its root is too little beside epsilon to change the sum
 
 /// The scalars of a matrix, and what follows from them.
-struct AdamWStepper {
-  AdamWScalars s;
+template <class Rule>
+struct UpdateStepper;
+
+template <>
+struct UpdateStepper<AdamW> {
+  AdamW::Scalars s;
   Divisor k1, k2;
   uint32_t large_v;  // the upper half of a v that makes the divisor of updates as large as 1
   bool in_range;
 
-  JLP_DEVICE AdamWStepper of(const float* from) {
-    AdamWStepper stepper;
+  JLP_DEVICE UpdateStepper of(const float* from) {
+    UpdateStepper stepper;
     memcpy(&stepper.s, from, sizeof stepper.s);
-    const AdamWScalars& s = stepper.s;
+    const AdamW::Scalars& s = stepper.s;
     stepper.k1 = divisor_of(s.k1), stepper.k2 = divisor_of(s.k2);
     stepper.in_range =
         s.k1 >= 0x1p-13f && s.k1 <= 1.0f && s.k2 >= 0x1p-20f && s.k2 <= 1.0f && s.epsilon >= 0x1p-50f && s.epsilon <= 0.5f;
@@ -37,7 +42,7 @@ struct AdamWStepper {
     return stepper;
   }
 
-  /// adamw_step.
+  /// update_step.
   __device__ __forceinline__ void step(float g, float& m, float& v, float& weight, float& update) const {
     m = g * s.c1 + m * s.b1;
     v = (g * g) * s.c2 + v * s.b2;
@@ -45,6 +50,25 @@ struct AdamWStepper {
     const float scaled = Lanes<float>::from_bits(kept(Lanes<float>::bits(m * kScaleOfM)));  // or -m is scaled as well
     const float u = quotient(quotient(scaled, k1), divisor);
     update = __fmaf_rn(u, kUnscaleOfUpdate, weight * s.weight_decay) * s.minus_rate;
+    weight = weight + update;
+  }
+};
+
+template <>
+struct UpdateStepper<Lion> {
+  Lion::Scalars s;
+  static constexpr bool in_range = true;
+
+  JLP_DEVICE UpdateStepper of(const float* from) {
+    UpdateStepper stepper;
+    memcpy(&stepper.s, from, sizeof stepper.s);
+    return stepper;
+  }
+
+  /// update_step.
+  __device__ __forceinline__ void step(float g, float& m, float& v, float& weight, float& update) const {
+    const UpdateStep<float> step = update_step<Lion>(g, m, v, weight, s);
+    m = step.m, update = step.update;
     weight = weight + update;
   }
 };
@@ -83,7 +107,7 @@ struct WeightEight {
   uint32_t parameter[kWeight == WeightKind::kFloat32 ? 8 : 4], rest[kRestWords];
   static constexpr bool kHasRest = kWeight == WeightKind::kRest16 || kWeight == WeightKind::kRest8;
 
-  JLP_DEVICE WeightEight load(const AdamWUpdateProblem& p, uint32_t eight) {
+  JLP_DEVICE WeightEight load(const OptimizerUpdateProblem& p, uint32_t eight) {
     WeightEight weight;
     load_eight(p.p, eight, weight.parameter);
     if constexpr (kHasRest) load_eight(p.rest, eight, weight.rest);
@@ -140,7 +164,7 @@ struct WeightEight {
     return weight;
   }
 
-  __device__ __forceinline__ void store(const AdamWUpdateProblem& p, uint32_t eight, const WeightEight& before,
+  __device__ __forceinline__ void store(const OptimizerUpdateProblem& p, uint32_t eight, const WeightEight& before,
                                         const float (&updates)[8]) const {
     if constexpr (kHasRest) store_eight_words(p.new_rest, eight, rest);
     if (!p.update) return store_eight_words(p.new_p, eight, parameter);
@@ -221,7 +245,7 @@ JLP_DEVICE void draw_or_halve(bool draws, const uint32_t (&keys)[20], uint32_t e
 }
 
 /// Eight elements of a lane, updated.
-template <WeightKind kWeight, ElementType kG, bool kCoded>
+template <class Rule, WeightKind kWeight, ElementType kG, bool kCoded>
 struct UpdatedEight {
   WeightEight<kWeight> before, weight;
   MomentEight<true, kCoded> mu;
@@ -229,14 +253,15 @@ struct UpdatedEight {
   float updates[8];
   bool is_rare;  // another way is needed
 
-  JLP_DEVICE UpdatedEight of(const AdamWUpdateProblem& p, const AdamWShared& shared, const AdamWStepper& stepper,
+  JLP_DEVICE UpdatedEight of(const OptimizerUpdateProblem& p, const UpdateShared& shared, const UpdateStepper<Rule>& stepper,
                              uint32_t eight, uint32_t row, uint32_t block) {
     UpdatedEight updated;
     uint32_t g[8 / kPerWord<kG>];
     load_eight(p.g, eight, g);
     updated.before = WeightEight<kWeight>::load(p, eight);
     const auto mu = MomentEight<true, kCoded>::load(p.mu, eight);
-    const auto nu = MomentEight<false, kCoded>::load(p.nu, eight);
+    MomentEight<false, kCoded> nu;
+    if constexpr (Rule::kHasNu) nu = MomentEight<false, kCoded>::load(p.nu, eight);
     __syncwarp();  // no load comes later: of four lanes that read an exponent, one replaces it
 
     uint32_t of_m[4], of_v[4], of_weight[4], at = 0, line = 0;
@@ -244,18 +269,18 @@ struct UpdatedEight {
       at = 4 * p.block_numbers[block] + threadIdx.x % 4, line = p.row_numbers[row];
     if constexpr (kCoded) {
       draw_or_halve(p.mu.stochastic, shared.keys[0], at, line, of_m);
-      if (p.mu.stochastic && p.nu.stochastic) {
+      if (Rule::kHasNu && p.mu.stochastic && p.nu.stochastic) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) of_v[i] = of_m[i];
-      } else {
+      } else if constexpr (Rule::kHasNu) {
         draw_or_halve(p.nu.stochastic, shared.keys[0], at, line, of_v);
       }
     }
     if (kWeight == WeightKind::kDrawn) draw_eighth(shared.keys[1], at, line, of_weight);
 
-    float m[8], v[8], weights[8], products = 0;
+    float m[8], v[8] = {}, weights[8], products = 0;
     updated.is_rare = mu.numbers(m);
-    updated.is_rare |= nu.numbers(v);
+    if constexpr (Rule::kHasNu) updated.is_rare |= nu.numbers(v);
     updated.before.join(weights);
 #pragma unroll
     for (int i = 0; i < 8; i += kPerWord<kG>) {
@@ -265,38 +290,49 @@ struct UpdatedEight {
       for (int j = i; j < i + kPerWord<kG>; ++j) stepper.step(gradient[j - i], m[j], v[j], weights[j], updated.updates[j]);
     }
 #pragma unroll
-    for (int i = 0; i < 8; i += 2) products = __fmaf_rn(weights[i], weights[i + 1], products);
+    for (int i = 0; i < 8; i += 2) {
+      products = __fmaf_rn(weights[i], weights[i + 1], products);
+      if constexpr (!Rule::kHasNu) products = __fmaf_rn(m[i], m[i + 1], products);  // the signs of which weights have
+    }
     updated.is_rare |= products - products != 0.0f;  // a weight is not finite, or very large
     updated.weight = WeightEight<kWeight>::split(weights, of_weight);
 
-    uint32_t most_v;
+    uint32_t most_v = 0;
     if constexpr (kCoded) {
       const auto ranked_m = RankedEight::of(m, of_m, p.mu.stochastic ? 0x80u : 0u);
-      const auto ranked_v = RankedEight::of(v, of_v, p.nu.stochastic ? 0x80u : 0u);
-      const uint32_t halves_m = ranked_m.template largest<true>(), halves_v = ranked_v.template largest<false>();
+      RankedEight ranked_v;
+      if constexpr (Rule::kHasNu) ranked_v = RankedEight::of(v, of_v, p.nu.stochastic ? 0x80u : 0u);
+      const uint32_t halves_m = ranked_m.template largest<true>();
+      uint32_t halves_v = halves_m;
+      if constexpr (Rule::kHasNu) halves_v = ranked_v.template largest<false>();
       uint32_t most = __vmaxu2(__byte_perm(halves_m, halves_v, 0x5410), __byte_perm(halves_m, halves_v, 0x7632));
       most = __vmaxu2(most, __shfl_xor_sync(0xFFFFFFFFu, most, 1));
       most = __vmaxu2(most, __shfl_xor_sync(0xFFFFFFFFu, most, 2));
       most_v = most >> 16;
-      updated.mu = {{}, (most & 0xFFFFu) >> 7}, updated.nu = {{}, most_v >> 7};
-      // Small exponents; a v of -0, whose sign counts here.
-      updated.is_rare |= updated.mu.exponent - 1 < kLeastExponent<true> - 1;
-      updated.is_rare |= (updated.nu.exponent - 1 < kLeastExponent<false> - 1) | (most_v >= 0x8000u);
+      updated.mu = {{}, (most & 0xFFFFu) >> 7};
+      updated.is_rare |= updated.mu.exponent - 1 < kLeastExponent<true> - 1;  // small exponents
       ranked_m.template encode<true>(updated.mu.exponent, updated.mu.words);
-      ranked_v.template encode<false>(updated.nu.exponent, updated.nu.words);
+      if constexpr (Rule::kHasNu) {  // and a v of -0, whose sign counts here
+        updated.nu = {{}, most_v >> 7};
+        updated.is_rare |= (updated.nu.exponent - 1 < kLeastExponent<false> - 1) | (most_v >= 0x8000u);
+        ranked_v.template encode<false>(updated.nu.exponent, updated.nu.words);
+      } else {
+        updated.is_rare |= updated.mu.exponent == kStatePoison;  // a finite number that is rounded up to infinity
+      }
     } else {
-      most_v = largest_half(v);
+      if constexpr (Rule::kHasNu) most_v = largest_half(v);
 #pragma unroll
       for (int i = 0; i < 8; ++i)
         updated.mu.words[i] = Lanes<float>::bits(m[i]), updated.nu.words[i] = Lanes<float>::bits(v[i]);
     }
-    if (most_v >= stepper.large_v) updated.is_rare |= has_tiny(m);
+    if constexpr (Rule::kHasNu)
+      if (most_v >= stepper.large_v) updated.is_rare |= has_tiny(m);
     return updated;
   }
 
-  __device__ __forceinline__ void store(const AdamWUpdateProblem& p, uint32_t eight) const {
+  __device__ __forceinline__ void store(const OptimizerUpdateProblem& p, uint32_t eight) const {
     mu.store(p.mu, eight);
-    nu.store(p.nu, eight);
+    if constexpr (Rule::kHasNu) nu.store(p.nu, eight);
     weight.store(p, eight, before, updates);
   }
 };
