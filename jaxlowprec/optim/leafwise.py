@@ -100,14 +100,14 @@ def no_signs(state: Any) -> Any:
 def apply_gradients(tx: Any, gradients: Any, state: Any, params: Any, **extra: Any) -> tuple[Any, Any]:
     """Updates the parameters: in one pass over each, if the transformation can.
 
-    `jlp.optim.adamw`, also within `quantized_state` and `master_weights`, writes the new parameter. Any other
+    `jlp.optim.adamw` and `lion`, also within `quantized_state` and `master_weights`, write the new parameter. Any other
     transformation updates, and `optax.apply_updates` adds. Donated parameters and states are updated in place.
 
     Arguments:
         tx: an `optax.GradientTransformation`.
         gradients, params: trees of the same structure.
         state: that of `tx`.
-        extra: further arguments of the update; those of `jlp.optim.adamw` need none.
+        extra: further arguments of the update; `jlp.optim.adamw` and `lion` need none.
 
     Returns:
         The new parameters and the new state. They are those that `tx.update` and `optax.apply_updates` give, except

@@ -45,7 +45,7 @@ def quantized_state(inner: Any, rules: Rules = None, *, key: Any = 0, smallest: 
 
     Arguments:
         inner: an `optax.GradientTransformation`: `optax.adamw`, `lion`, `sgd` with momentum, `contrib.muon`, chains
-            and masks of them. `jlp.optim.adamw` is updated in one pass, without float32 arrays between.
+            and masks of them. `jlp.optim.adamw` and `lion` are updated in one pass, without float32 arrays between.
         rules: codes by the names of a state's fields, such as `{"nu_max": jlp.optim.UNSIGNED}`, beside those that
             optax's own states have by default; a name may begin with that of its class, `"ScaleByAdamState.nu"`. None
             as a code keeps the field as it is. Or a function of a leaf's path, "0/mu/layer/kernel", and the leaf, that

@@ -54,7 +54,7 @@ COUNTED = (
     (r"weight_stream_kernel<., (true|false), 1, 4, 12>", (WEIGHTS,)),
     (r"int8_by_nibbles_kernel<.*, NibbleTile<8, .*> ?>", (PRODUCTS,)),
     (r"int4_symmetric_rows<([01]), \1, .*>", (SIXTEENS,)),
-    (r"optimizer_update<\d, 0, true>", (EIGHTS,)),
+    (r"optimizer_update<\w+, \d, 0, true>", (EIGHTS,)),
 )
 
 
