@@ -120,9 +120,9 @@ NEEDS = (
     Need("sums_kernel<2, false>", in_loop=True, dynamic_shared=16 * 1024),
     Need("sums_kernel<2, true>", in_loop=True, dynamic_shared=33 * 1024),
     Need("vectors_kernel", exempt="1.3 KB a tensor"),
-    # AdamW: of what it moves more than half is read. Exponents and codes are narrower loads, which are not counted.
-    Need("optimizer_update<.*>", read_share=0.6, in_loop=True, dynamic_shared=240),
-    Need("optimizer_update_any", exempt="for rows that end with a part of a block: an element at a time"),
+    # AdamW and Lion: more than half of what they move is read. Exponents and codes are narrower loads, not counted.
+    Need("optimizer_update<.*>", read_share=0.6, in_loop=True, dynamic_shared=160),
+    Need("optimizer_update_any<.*>", exempt="for rows that end with a part of a block: an element at a time"),
     Need("(swizzle|transpose_scales|pad_scales)_kernel", exempt="scales: a sixteenth of the operand's bytes or less"),
 )
 
