@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -173,7 +173,7 @@ class _Optimizer:
         fields = {name: jax.tree.map(lambda x, n=name: function(n, x), getattr(first, name)) for name in self.moments}
         return first._replace(**fields)
 
-    def _update_leaf(self, path: str, g: Any, p: Any, old: list[Any], scalars: Any, result: str) -> tuple[Any, ...]:
+    def _update_leaf(self, path: str, g: Any, p: Any, old: list[Any], scalars: Any, result: Any) -> tuple[Any, ...]:
         """The new parameter or the update, and the new moments, in the forms that were given."""
         for name, given in zip(self.moments, old, strict=True):
             if not isinstance(given, HeldMoment):
@@ -199,11 +199,12 @@ class _Optimizer:
             bits=weight.bits,
             result=result,
         )
+        after: tuple[Any, ...] = (new.mu, new.nu)
         return (
             dataclasses.replace(p, parameter=new.parameter, rest=new.rest) if p is weight else new.parameter,
             *(
                 dataclasses.replace(x, coded=made) if isinstance(x, HeldMoment) else made
-                for x, made in zip(old, (new.mu, new.nu), strict=False)
+                for x, made in zip(old, after, strict=False)
             ),
         )
 
@@ -227,7 +228,7 @@ class _Optimizer:
         return state
 
 
-_NO_MOMENT = HeldMoment(None, None, None)
+_NO_MOMENT = HeldMoment(cast(Any, None), None, None)
 
 
 def _scalars_of_adamw(count: Any, rate: Any, weight_decay: Any, b1: Any, b2: Any, eps: Any) -> jax.Array:
