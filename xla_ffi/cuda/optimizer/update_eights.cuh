@@ -237,9 +237,8 @@ JLP_DEVICE void draw_eighth(const uint32_t (&keys)[20], uint32_t eighth, uint32_
     philox_round<float>(draws, two.z, two.w);
   }
 }
-/// Or halves, which round to nearest.
-JLP_DEVICE void draw_or_halve(bool draws, const uint32_t (&keys)[20], uint32_t eighth, uint32_t row, uint32_t (&halves)[4]) {
-  if (draws) return draw_eighth(keys, eighth, row, halves);
+/// Halves, which round to nearest.
+JLP_DEVICE void halve(uint32_t (&halves)[4]) {
 #pragma unroll
   for (uint32_t& each : halves) each = 0x80008000u;
 }
@@ -264,17 +263,15 @@ struct UpdatedEight {
     if constexpr (Rule::kHasNu) nu = MomentEight<false, kCoded>::load(p.nu, eight);
     __syncwarp();  // no load comes later: of four lanes that read an exponent, one replaces it
 
-    uint32_t of_m[4], of_v[4], of_weight[4], at = 0, line = 0;
+    uint32_t of_m[4] = {}, of_v[4], of_weight[4], at = 0, line = 0;
     if ((kCoded || kWeight == WeightKind::kDrawn) && p.words)
       at = 4 * p.block_numbers[block] + threadIdx.x % 4, line = p.row_numbers[row];
     if constexpr (kCoded) {
-      draw_or_halve(p.mu.stochastic, shared.keys[0], at, line, of_m);
-      if (Rule::kHasNu && p.mu.stochastic && p.nu.stochastic) {
+      if (p.mu.stochastic || p.nu.stochastic) draw_eighth(shared.keys[0], at, line, of_m);
 #pragma unroll
-        for (int i = 0; i < 4; ++i) of_v[i] = of_m[i];
-      } else if constexpr (Rule::kHasNu) {
-        draw_or_halve(p.nu.stochastic, shared.keys[0], at, line, of_v);
-      }
+      for (int i = 0; i < 4; ++i) of_v[i] = of_m[i];
+      if (!p.nu.stochastic) halve(of_v);
+      if (!p.mu.stochastic) halve(of_m);
     }
     if (kWeight == WeightKind::kDrawn) draw_eighth(shared.keys[1], at, line, of_weight);
 
