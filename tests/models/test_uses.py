@@ -78,6 +78,18 @@ class TestFunctions:
         assert notes[f"{block}/mlp/gate"] == "no router by its shape or use"
         assert notes["words"] == "left out by the recipe, a head by its shape or use"
 
+    def test_what_contracts_as_many_features_as_words_is_no_head(self):
+        """The trace does not see that `down` feeds the head: the norm's einsum has the features in front."""
+        params = {"tok": matrix(VOCABULARY, D), "up": matrix(D, VOCABULARY), "down": matrix(VOCABULARY, D)}
+
+        def loss(p, tokens):
+            x = jax.nn.silu(p["tok"][tokens] @ p["up"]) @ p["down"]
+            return (jnp.einsum("td,d->td", x, p["scale"]) @ p["words"]).sum()
+
+        params |= {"scale": matrix(D), "words": matrix(D, VOCABULARY)}
+        found = jlp.explain(jlp.quantize_matmuls(loss, KEEP), jlp.FROM_CONTEXT, params, TOKENS)
+        assert quantised(found) == {"up", "down"}
+
     def test_a_router_of_any_name_is_known_by_its_top_k(self):
         loss, params, one = decoder(CHOICES["top-k of a softmax"], unrolled, ("chooser", "words"))
         found = jlp.explain(jlp.quantize_matmuls(loss, KEEP), jlp.FROM_CONTEXT, params | {"layers": [one]}, TOKENS)
