@@ -5,7 +5,7 @@ cd "$(dirname "$0")/.."
 python=$(realpath -s "$1")
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
-cp -r tests examples pyproject.toml "$folder"
+cp -r tests examples docs pyproject.toml "$folder"
 cd "$folder"
 export JAX_PLATFORMS=cpu
 "$python" -m jaxlowprec.cli.main info

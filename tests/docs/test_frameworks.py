@@ -42,5 +42,5 @@ def test_the_program_beside_qwix_prints_what_the_page_shows():
 
 
 def test_examples_are_short_and_show_what_they_print():
-    assert len(ONE_PROGRAM) == 6 and len(EXAMPLES) == 7
+    assert len(ONE_PROGRAM) == 6 and len(EXAMPLES) == 6
     assert all(piece.code.count("\n") <= MOST_LINES and piece.shown for piece in EXAMPLES)
