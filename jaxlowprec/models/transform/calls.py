@@ -218,43 +218,41 @@ class _Scan(_Loop):
         return results, any(flow.changes for flow in flows)
 
     def rebuilt(self, run, operands, results):
-        pieces, length = self._pieces([t.weight for t in operands]), self.params["length"]
+        pieces = self._pieces([t.weight for t in operands])
+        parts = self._parts(operands[self.sliced :], [stop - start for start, stop, _ in pieces])
         carries = _values(operands[self.first : self.sliced])
-        stacks = []
-        for start, stop, weights in reversed(pieces) if self.params["reverse"] else pieces:
-            given = zip(operands, weights, self._given(operands, carries), strict=True)
-            arguments = [TracedValue(v, w, t.master if w is not None else None) for t, w, v in given]
-            whole = (start, stop) == (0, length)
-            cut = arguments if whole else self._cut(arguments, start, stop)
-            carries, stacked = self._scanned(run, cut, stop - start)
-            stacks.append(stacked)
-        if self.params["reverse"]:
-            stacks.reverse()
+        stacks: list[Any] = [None] * len(pieces)
+        bodies: dict[Weights, Any] = {}  # JAX traces and derives each once, though the ends are two loops
+        order = [*enumerate(pieces)]
+        for number, (start, stop, weights) in reversed(order) if self.params["reverse"] else order:
+            values = _values(operands)
+            values[self.first : self.sliced] = carries
+            masters = [t.master for t in operands]
+            values[self.sliced :], masters[self.sliced :] = parts[number]
+            given = zip(values, weights, masters, strict=True)
+            arguments = [TracedValue(v, w, m if w is not None else None) for v, w, m in given]
+            body = bodies.setdefault(tuple(weights), self._body(run, arguments))
+            sliced = arguments[self.sliced :]
+            slices = _values(sliced), masters_of(sliced)
+            options = {name: self.params[name] for name in ("reverse", "unroll")}
+            carries, stacks[number] = jax.lax.scan(body, carries, slices, stop - start, **options)
         joined = [jnp.concatenate(parts) if len(parts) > 1 else parts[0] for parts in zip(*stacks, strict=True)]
         return self._results(carries, operands, joined)
 
-    def _given(self, operands: list[TracedValue], carries: list[Any]) -> list[Any]:
-        values = _values(operands)
-        values[self.first : self.sliced] = carries
-        return values
+    def _parts(self, stacks: list[TracedValue], lengths: list[int]) -> list[tuple[list[Any], list[Any]]]:
+        """The values and the masters of stacks, for each piece of these lengths. Each stack is split once, so that its
+        gradient is joined once."""
+        given = _values(stacks), [t.master for t in stacks]
+        if len(lengths) == 1:
+            return [given]
+        leaves, structure = jax.tree.flatten(given)
+        split = [jax.lax.split(leaf, lengths) for leaf in leaves]
+        return [jax.tree.unflatten(structure, parts) for parts in zip(*split, strict=True)]
 
-    def _cut(self, arguments: list[TracedValue], start: int, stop: int) -> list[TracedValue]:
-        """The arguments of the rounds from start to stop."""
-
-        def part(stack: Any) -> Any:
-            return jax.tree.map(lambda leaf: jax.lax.slice_in_dim(leaf, start, stop), stack)
-
-        slices = [TracedValue(part(t.value), t.weight, part(t.master)) for t in arguments[self.sliced :]]
-        return [*arguments[: self.sliced], *slices]
-
-    def _scanned(self, run: Evaluate, arguments: list[TracedValue], length: int) -> Any:
-        """One scan: the last carries, and the stacked results."""
-        constants, carried, sliced = (
-            arguments[: self.first],
-            arguments[self.first : self.sliced],
-            arguments[self.sliced :],
-        )
-        weights = [t.weight for t in sliced]
+    def _body(self, run: Evaluate, arguments: list[TracedValue]) -> Any:
+        """A round of the loop: (carries, slices) -> (carries, results)."""
+        constants, carried = arguments[: self.first], arguments[self.first : self.sliced]
+        weights = [t.weight for t in arguments[self.sliced :]]
 
         def body(carries: list[Any], slices: Any) -> Any:
             now = [TracedValue(v, t.weight, t.master) for v, t in zip(carries, carried, strict=True)]
@@ -262,9 +260,7 @@ class _Scan(_Loop):
             arrays = arrays_of(out, self.jaxpr.outvars)
             return arrays[: self.carries], arrays[self.carries :]
 
-        slices = _values(sliced), masters_of(sliced)
-        options = {name: self.params[name] for name in ("reverse", "unroll")}
-        return jax.lax.scan(body, _values(carried), slices, length, **options)
+        return body
 
 
 class _While(_Loop):
