@@ -193,7 +193,7 @@ class ParameterTrace:
     def _step(self, eqn: Any, given: list[Weight | None], origins: Origins) -> Step:
         nothing: Weights = (None,) * len(eqn.outvars)
         if (product := product_of(eqn, given)) is not None:
-            if not product.reason and len(self.choices(product.weight)) > 1:
+            if not product.reason and product.weight.parts and len(self.choices(product.weight)) > 1:
                 product = dataclasses.replace(product, reason=_DIFFERENT, avoidable=True)
             self.products.append(product)
             self.by_equation[id(eqn)].append(product)
