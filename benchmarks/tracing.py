@@ -1,86 +1,286 @@
-"""Time to trace and to lower the gradient of an unrolled model: layers that are equal share one trace.
+"""Time to trace and to compile the gradient of models under a recipe, as multiples of the plain models' times.
 
-    python benchmarks/tracing.py [--blocks 24] [--recipe nvfp4] [--rounds 5]
+    python benchmarks/tracing.py [MODEL ...] [--layers 24] [--rounds 5] [--recipe nvfp4 --profile trace] [--save]
 
-A block is four linears with a residual: QKV, attention's output, up and down; each layer has a name of its own. The
-other side is the same model whose kernels all have different shapes, so that no trace can be shared.
+A model is made once in plain JAX or Flax and once quantised by the documented line. Both sides run in turn with cleared
+caches, and times are the processor's for this process: other processes do not count. A model that needs a package which
+is not installed is left out.
 """
 
 from __future__ import annotations
 
 import argparse
+import cProfile
+import functools
+import importlib.util
+import pstats
 import statistics
 import time
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import timing
+from flax import linen as nn
+from flax import nnx
 
 import jaxlowprec as jlp
 
-RECIPES = {
-    "bf16": None,
-    "nvfp4": jlp.NVFP4BlockScaling(),
-    "mxfp8": jlp.MXFP8BlockScaling(),
-    "int4_qat": jlp.Int4QAT(32),
+RECIPES = {"nvfp4": jlp.NVFP4BlockScaling(), "mxfp8": jlp.MXFP8BlockScaling()}
+WIDTH, HIDDEN, HEADS, TOKENS, EXPERTS = 128, 256, 4, 64, 4
+SHAPES = {name: (WIDTH, WIDTH) for name in ("query", "key", "value", "out")}
+SHAPES |= {name: (WIDTH, HIDDEN) for name in ("gate", "up")} | {"down": (HIDDEN, WIDTH)}
+
+Product = Callable[[str, jax.Array], jax.Array]
+"""(the name of a linear layer, x [T, K]) -> [T, N]."""
+Side = tuple[Callable[..., jax.Array], Any]
+"""(parameters, x) -> the loss, and the parameters."""
+
+
+def normed(x: jax.Array) -> jax.Array:
+    """x divided by the root mean square of its rows."""
+    wide = x.astype(jnp.float32)
+    return (wide * jax.lax.rsqrt(jnp.square(wide).mean(-1, keepdims=True) + 1e-6)).astype(x.dtype)
+
+
+def attention(x: jax.Array, product: Product) -> jax.Array:
+    """Causal attention and its residual."""
+    h = normed(x)
+    query, key, value = (product(name, h).reshape(TOKENS, HEADS, -1) for name in ("query", "key", "value"))
+    scores = jnp.einsum("thd,shd->hts", query, key) / (WIDTH // HEADS) ** 0.5
+    weights = jax.nn.softmax(jnp.where(jnp.tri(TOKENS, dtype=bool), scores, -1e9))
+    return x + product("out", jnp.einsum("hts,shd->thd", weights, value).reshape(TOKENS, WIDTH))
+
+
+def block(x: jax.Array, product: Product) -> jax.Array:
+    """A layer of a Llama model without positions: seven products by parameters."""
+    x = attention(x, product)
+    h = normed(x)
+    return x + product("down", jax.nn.silu(product("gate", h)) * product("up", h))
+
+
+def squares(y: jax.Array) -> jax.Array:
+    """The loss of an output."""
+    return jnp.square(y.astype(jnp.float32)).mean()
+
+
+def by(weights: dict[str, jax.Array]) -> Product:
+    """Products in plain JAX."""
+    return lambda name, x: x @ weights[name].astype(x.dtype)
+
+
+def zeros(shapes: dict[str, tuple[int, ...]], *stack: int) -> dict[str, jax.Array]:
+    """Parameters of these shapes, perhaps stacked: values do not matter to compilers."""
+    return {name: jnp.zeros((*stack, *shape)) for name, shape in shapes.items()}
+
+
+def transformed(loss: Callable[..., jax.Array], params: Any, rules: Any) -> Side:
+    """A function, with its products under the rules if there are some."""
+    return (loss if rules is None else jlp.quantize_matmuls(loss, rules)), params
+
+
+def plain(layers: int, recipe: Any) -> Side:
+    """Unrolled layers in plain JAX."""
+
+    def loss(params: Any, x: jax.Array) -> jax.Array:
+        for weights in params.values():
+            x = block(x, by(weights))
+        return squares(x)
+
+    return transformed(loss, {f"layer_{i}": zeros(SHAPES) for i in range(layers)}, recipe)
+
+
+def scanned(layers: int, recipe: Any) -> Side:
+    """The same layers in a scan, the first and the last in high precision."""
+
+    def loss(params: Any, x: jax.Array) -> jax.Array:
+        return squares(jax.lax.scan(lambda x, weights: (block(x, by(weights)), None), x, params["layers"])[0])
+
+    rules = recipe and jlp.PerLayer.keep_ends(recipe, first=1, last=1, block="layers")
+    return transformed(loss, {"layers": zeros(SHAPES, layers)}, rules)
+
+
+def lstm(layers: int, recipe: Any) -> Side:
+    """Stacked LSTMs, a sixth as many as layers of other models: a scan over time for each."""
+
+    def cell(weights: Any, carry: Any, x: jax.Array) -> Any:
+        h, c = carry
+        i, f, g, o = jnp.split(by(weights)("inputs", x) + by(weights)("state", h), 4, axis=-1)
+        c = jax.nn.sigmoid(f) * c + jax.nn.sigmoid(i) * jnp.tanh(g)
+        h = jax.nn.sigmoid(o) * jnp.tanh(c)
+        return (h, c), h
+
+    def loss(params: Any, x: jax.Array) -> jax.Array:
+        x = x.reshape(TOKENS // 16, 16, WIDTH)  # [time, batch, features]
+        for weights in params.values():
+            _, x = jax.lax.scan(functools.partial(cell, weights), (jnp.zeros_like(x[0]),) * 2, x)
+        return squares(x)
+
+    shapes = {name: (WIDTH, 4 * WIDTH) for name in ("inputs", "state")}
+    return transformed(loss, {f"lstm_{i}": zeros(shapes) for i in range(max(layers // 6, 1))}, recipe)
+
+
+def experts(layers: int, recipe: Any) -> Side:
+    """Unrolled layers of attention and experts, of which each token takes one."""
+
+    def layer(x: jax.Array, weights: Any) -> jax.Array:
+        x = attention(x, by(weights))
+        h = normed(x)
+        chosen = jnp.argmax(by(weights)("router", h), -1)
+        order, sizes = jnp.argsort(chosen), jnp.bincount(chosen, length=EXPERTS)
+        rows = h[order]
+        gate, up = (jax.lax.ragged_dot(rows, weights[name].astype(x.dtype), sizes) for name in ("gate", "up"))
+        return x.at[order].add(jax.lax.ragged_dot(jax.nn.silu(gate) * up, weights["down"].astype(x.dtype), sizes))
+
+    def loss(params: Any, x: jax.Array) -> jax.Array:
+        for weights in params.values():
+            x = layer(x, weights)
+        return squares(x)
+
+    shapes = {name: (EXPERTS, *shape) if name in ("gate", "up", "down") else shape for name, shape in SHAPES.items()}
+    shapes |= {"router": (WIDTH, EXPERTS)}
+    return transformed(loss, {f"layer_{i}": zeros(shapes) for i in range(layers)}, recipe)
+
+
+class NNXBlock(nnx.Module):
+    """The layer in Flax NNX."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        for name, (k, n) in SHAPES.items():
+            setattr(self, name, nnx.Linear(k, n, use_bias=False, dtype=jnp.bfloat16, rngs=rngs))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return block(x, lambda name, x: getattr(self, name)(x))
+
+
+def flax_nnx(layers: int, recipe: Any) -> Side:
+    """Unrolled layers in Flax NNX."""
+    rngs = nnx.Rngs(0)
+    model: Any = nnx.Dict({f"layer_{i}": NNXBlock(rngs) for i in range(layers)})
+    graph, params = nnx.split(model if recipe is None else jlp.nnx.convert(model, recipe))
+
+    def loss(params: Any, x: jax.Array) -> jax.Array:
+        for layer in nnx.merge(graph, params).values():
+            x = layer(x)
+        return squares(x)
+
+    return loss, params
+
+
+class LinenModel(nn.Module):
+    """Unrolled layers in Flax Linen."""
+
+    layers: int
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        for i in range(self.layers):
+
+            def product(name: str, x: jax.Array, i: int = i) -> jax.Array:
+                return nn.Dense(SHAPES[name][1], use_bias=False, dtype=jnp.bfloat16, name=f"layer_{i}_{name}")(x)
+
+            x = block(x, product)
+        return squares(x)
+
+
+def flax_linen(layers: int, recipe: Any) -> Side:
+    """Unrolled layers in Flax Linen."""
+    model: Any = LinenModel(layers)
+    model = model if recipe is None else jlp.linen.convert(model, recipe)
+    params = {f"layer_{i}_{name}": {"kernel": jnp.zeros(s)} for i in range(layers) for name, s in SHAPES.items()}
+    return model.apply, {"params": params}
+
+
+def equinox(layers: int, recipe: Any) -> Side:
+    """Unrolled layers in Equinox."""
+    import equinox as eqx
+
+    keys = jax.random.split(jax.random.key(0), layers * len(SHAPES)).reshape(layers, len(SHAPES))
+    model = [
+        {name: eqx.nn.Linear(*s, use_bias=False, key=key) for (name, s), key in zip(SHAPES.items(), row, strict=True)}
+        for row in keys
+    ]
+    params, static = eqx.partition(model, eqx.is_array)
+
+    def loss(params: Any, x: jax.Array) -> jax.Array:
+        for layer in eqx.combine(params, static):
+            x = block(x, lambda name, x, layer=layer: jax.vmap(layer[name])(x).astype(x.dtype))
+        return squares(x)
+
+    return transformed(loss, params, recipe)
+
+
+MODELS = {
+    "plain JAX": plain,
+    "Flax NNX": flax_nnx,
+    "Flax Linen": flax_linen,
+    "Equinox": equinox,
+    "experts": experts,
+    "scan, `keep_ends`": scanned,
+    "LSTM": lstm,
 }
-WIDTH, TOKENS = 256, 64
 
 
-def block(x: jax.Array, kernels: dict[str, jax.Array], name: str) -> jax.Array:
-    """x [T, WIDTH] through both halves of a block."""
-    qkv = jlp.linear(x, kernels["qkv"], name=f"{name}/qkv")
-    x += jlp.linear(qkv[:, :WIDTH], kernels["out"], name=f"{name}/out")
-    return x + jlp.linear(
-        jax.nn.gelu(jlp.linear(x, kernels["up"], name=f"{name}/up")), kernels["down"], name=f"{name}/down"
-    )
+def measured(make: Callable[[], Side], profile: str | None = None) -> dict[str, float]:
+    """Seconds of the processor to trace, to lower and to compile the gradient, and lines of the lowered program."""
+    loss, params = make()
+    x = jax.ShapeDtypeStruct((TOKENS, WIDTH), jnp.bfloat16)
+    found: dict[str, float] = {}
 
-
-def kernels_of(blocks: int, equal: bool) -> list[dict[str, jax.ShapeDtypeStruct]]:
-    """Shapes of all blocks' kernels [K, N], float32."""
-
-    def shapes(extra):
-        hidden, inner = 3 * WIDTH + 32 * extra, 4 * WIDTH + 32 * extra
-        wanted = {"qkv": (WIDTH, hidden), "out": (WIDTH, WIDTH), "up": (WIDTH, inner), "down": (inner, WIDTH)}
-        return {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in wanted.items()}
-
-    return [shapes(0 if equal else i) for i in range(blocks)]
-
-
-def seconds(kernels: list, recipe: jlp.Recipe | None) -> tuple[float, float]:
-    """To trace the gradient, and to lower it."""
-
-    def loss(kernels, x):
-        with jlp.autocast(recipe, enabled=recipe is not None):
-            for i, of_block in enumerate(kernels):
-                x = block(x, of_block, f"block {i}")
-        return x.astype(jnp.float32).sum()
+    def timed(stage: str, call: Callable[[], Any]) -> Any:
+        profiler = cProfile.Profile()
+        begun = time.process_time()
+        result = profiler.runcall(call) if profile == stage else call()
+        found[stage] = time.process_time() - begun
+        if profile == stage:
+            pstats.Stats(profiler).sort_stats("cumulative").print_stats(80)
+            pstats.Stats(profiler).sort_stats("tottime").print_stats(40)
+        return result
 
     jax.clear_caches()
-    begun = time.perf_counter()
-    traced = jax.jit(jax.grad(loss)).trace(kernels, jax.ShapeDtypeStruct((TOKENS, WIDTH), jnp.bfloat16))
-    ended = time.perf_counter()
-    traced.lower()
-    return ended - begun, time.perf_counter() - ended
+    traced = timed("trace", lambda: jax.jit(jax.grad(loss)).trace(params, x))
+    lowered = timed("lower", traced.lower)
+    found["lines"] = lowered.as_text().count("\n")
+    timed("compile", lowered.compile)
+    return found
 
 
 def main() -> None:
-    """Measures both sides in turn and prints medians."""
+    """Measures the models in turn and prints medians."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--blocks", type=int, default=24)
-    parser.add_argument("--recipe", choices=RECIPES, default="nvfp4")
+    parser.add_argument("models", nargs="*", metavar="MODEL", help=", ".join(MODELS))
+    parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--recipe", choices=RECIPES, help="default: all")
+    parser.add_argument("--profile", choices=("trace", "lower", "compile"), help="prints where this stage's time goes")
+    parser.add_argument("--save", action="store_true", help="writes benchmarks/results/tracing_1.json")
     options = parser.parse_args()
-    sides = {"equal": kernels_of(options.blocks, True), "different": kernels_of(options.blocks, False)}
-    found: dict[str, list[tuple[float, float]]] = {name: [] for name in sides}
-    for _ in range(options.rounds):
-        for name, kernels in sides.items():
-            found[name].append(seconds(kernels, RECIPES[options.recipe]))
-    for name, pairs in found.items():
-        trace, lower = (statistics.median(values) for values in zip(*pairs, strict=True))
-        print(
-            f"{options.blocks} blocks under {options.recipe}, kernels {name:9}: "
-            f"trace {trace:6.2f} s, lower {lower:6.2f} s"
-        )
+    jax.config.update("jax_enable_compilation_cache", False)
+    recipes = {None: None} | {k: v for k, v in RECIPES.items() if options.recipe in (None, k)}
+    results = {}
+    for name in options.models or MODELS:
+        if name == "Equinox" and importlib.util.find_spec("equinox") is None:
+            print("Equinox: not installed", flush=True)
+            continue
+        sides = {recipe: functools.partial(MODELS[name], options.layers, rules) for recipe, rules in recipes.items()}
+        for rules in recipes.values():
+            measured(functools.partial(MODELS[name], 1, rules))  # the first call loads modules
+        found: dict[Any, list[dict[str, float]]] = {recipe: [] for recipe in sides}
+        for _ in range(options.rounds):
+            for recipe, make in sides.items():
+                found[recipe].append(measured(make, options.profile))
+        medians = {
+            recipe or "plain": {stage: statistics.median(run[stage] for run in runs) for stage in runs[0]}
+            for recipe, runs in found.items()
+        }
+        results[name] = medians
+        for recipe, stages in medians.items():
+            text = ", ".join(f"{k} {v:7.2f} ({v / medians['plain'][k]:4.2f}x)" for k, v in stages.items())
+            print(f"{name:18} {recipe:6} {text}", flush=True)
+    if options.save:
+        settings = {"layers": options.layers, "rounds": options.rounds}
+        print(timing.save("tracing_1", {"settings": settings, "results": results}))
 
 
 if __name__ == "__main__":
