@@ -48,7 +48,7 @@ def _sums_of(recipe: Recipe | None, is_grouped: bool) -> Sums:
     return IN_FLOAT32 if recipe is None or is_grouped else recipe.sums
 
 
-def explain(model: Any, recipe: Recipe | None = FROM_CONTEXT, *args: Any, **kwargs: Any) -> Explanation:
+def explain(model: Any, /, recipe: Recipe | None = FROM_CONTEXT, *args: Any, **kwargs: Any) -> Explanation:
     """Explains how a recipe quantises each layer of a model, or each product of a function; computes nothing.
 
     Arguments:
@@ -76,7 +76,7 @@ def explain(model: Any, recipe: Recipe | None = FROM_CONTEXT, *args: Any, **kwar
     return explained("explain", model, recipe, *args, **kwargs)
 
 
-def explained(who: str, model: Any, recipe: Any, *args: Any, **kwargs: Any) -> Explanation:
+def explained(who: str, model: Any, recipe: Any, /, *args: Any, **kwargs: Any) -> Explanation:
     """`explain`, for a function of that name; of modules only, unless that is `explain`."""
     is_module = isinstance(model, nn.Module | nnx.Module)
     if who == "explain" and callable(model) and not is_module and not isinstance(model, type):
@@ -93,13 +93,24 @@ def explained(who: str, model: Any, recipe: Any, *args: Any, **kwargs: Any) -> E
     raise TypeError(f"{who}: model is a {type(model).__name__}; needs a Flax Linen or NNX module, or a function")
 
 
+def _is_bias(name: str) -> bool:
+    """Whether a parameter is a bias, which may have the axes of a matrix, such as [heads, features]."""
+    return name.rpartition("/")[2] == "bias"
+
+
 def _of_function(fn: Any, recipe: Any, args: Any, kwargs: Any) -> Explanation:
     """The explanation of a function's products by its parameters."""
     params: tuple[int | str, ...] = (0,)
+    names: tuple[str, ...] | None = None
     if isinstance(given := getattr(fn, "transformation", None), QuantizedMatmuls):
-        fn, params, recipe = given.fn, given.params, given.rules if recipe is FROM_CONTEXT else recipe
+        fn, params, names, recipe = (
+            given.fn,
+            given.params,
+            given.names,
+            given.rules if recipe is FROM_CONTEXT else recipe,
+        )
     rules = resolve("explain", recipe)
-    traced = TracedFunction(fn, params, args, kwargs, rules)
+    traced = TracedFunction(fn, params, args, kwargs, rules, names)
     uses: dict[tuple[int, AppliedRecipe], int] = {}
     for product in traced.trace.products:
         if not has_matrices(product.shape):  # a vector, such as a score's
@@ -111,7 +122,7 @@ def _of_function(fn: Any, recipe: Any, args: Any, kwargs: Any) -> Explanation:
     layers = [_used(row, traced.leaves[leaf].shape, count) for (leaf, row), count in uses.items()]
     seen = {leaf for leaf, _ in uses}
     for number, leaf in enumerate(traced.leaves):
-        if leaf.name is not None and number not in seen and has_matrices(leaf.shape):
+        if leaf.name is not None and number not in seen and has_matrices(leaf.shape) and not _is_bias(leaf.name):
             lost = traced.trace.lost.get(number)
             note = "looked up" if lost == "gather" else f"not followed through {lost}" if lost else "in no product"
             layers.append(AppliedRecipe(leaf.name, leaf.shape, note=note))

@@ -16,14 +16,18 @@ from jaxlowprec.layers.subscripts import has_matrices
 from jaxlowprec.ops.checks import FLOATS
 from jaxlowprec.recipes.fields import check_pattern
 
-_KERNELS = ("kernel", "w", "weight", "embedding")  # a layer's name is its path without what its matrix is called
+# A layer's name is its path without what its matrix is called.
+_KERNELS = ("kernel", "w", "weight", "weights", "embedding", "embeddings")
 
 
 def layer_name(path: Any) -> str:
     """The name of the layer of a leaf with this path of keys, such as "block_0/mlp/up"."""
     names = jax.tree_util.keystr(path, simple=True, separator="/").split("/")
-    if path and isinstance(path[-1], jax.tree_util.GetAttrKey) and names[-1] == "value":  # of an NNX variable
-        names.pop()
+    if path and isinstance(path[-1], jax.tree_util.GetAttrKey):
+        if names[-1] == "data_array" and len(names) > 1:  # the array of Penzai's NamedArray
+            names.pop()
+        if names[-1] == "value":  # of an NNX variable, or of a Penzai parameter
+            names.pop()
     if len(names) > 1 and isinstance(path[-1], jax.tree_util.FlattenedIndexKey) and names[-2] in _KERNELS:
         names.pop()  # the array of a container, such as Haliax's NamedArray
     if len(names) > 1 and names[-1] in _KERNELS:

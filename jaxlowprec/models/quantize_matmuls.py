@@ -33,7 +33,11 @@ _WHO = "quantize_matmuls"
 
 
 def quantize_matmuls(
-    fn: Callable[..., Any], rules: Recipe | None = FROM_CONTEXT, *, params: int | str | Sequence[int | str] = 0
+    fn: Callable[..., Any],
+    rules: Recipe | None = FROM_CONTEXT,
+    *,
+    params: int | str | Sequence[int | str] = 0,
+    names: Sequence[str] | None = None,
 ) -> Callable[..., Any]:
     """fn with its matrix products by parameters computed under recipes: a transformation, as `jax.grad` is one.
 
@@ -57,8 +61,9 @@ def quantize_matmuls(
     gradients' products would be taken for layers.
 
     The name of a layer, by which `PerLayer` chooses its recipe, is the path of its parameter, such as "block_0/mlp/up".
-    A last "kernel", "w", "weight" or "embedding" and a first "params" are left out, so that it is the layer's path in a
-    Flax model.
+    A last "kernel", "w", "weight", "weights", "embedding" or "embeddings" and a first "params" are left out, so that it
+    is the layer's path in a Flax model. A framework that hands over a list of parameters knows better names than their
+    numbers: give them as `names`.
 
     Each call traces fn: call the result under `jax.jit`.
 
@@ -72,13 +77,15 @@ def quantize_matmuls(
         params: which arguments are parameters, by position or by name: trees of arrays, or an NNX module. A leaf of a
             tree may be a QuantizedArray, which is multiplied from its codes where it is contracted along the axis that
             it is quantised along, or a weight with an adapter (`jaxlowprec.lora`). fn sees it as an array.
+        names: paths to take instead of the leaves' own: one for each leaf of the parameters, in the order of
+            `jax.tree.leaves`, such as `[v.path for v in model.trainable_variables]` of a Keras model.
 
     Returns:
         A function of fn's arguments.
 
     Raises:
-        TypeError: fn is not callable, or rules is no recipe.
-        ValueError: params names no argument.
+        TypeError: fn is not callable, rules is no recipe, or names are no texts.
+        ValueError: params names no argument; or, when called, there are more or fewer names than leaves.
 
     >>> import jax, jax.numpy as jnp, jaxlowprec as jlp
     >>> def loss(params, x):
@@ -91,7 +98,7 @@ def quantize_matmuls(
     """
     if not callable(fn):
         raise TypeError(f"{_WHO}: fn={shown(fn)}; needs a function")
-    chosen = _chosen(params)
+    chosen, named = _chosen(params), _checked(names)
     resolve(_WHO, rules)  # a wrong one is an error here, not in the first call
 
     @functools.wraps(fn)
@@ -99,7 +106,7 @@ def quantize_matmuls(
         recipe = resolve(_WHO, rules)
         if recipe is None and not any(map(is_loaded, jax.tree.leaves((args, kwargs), is_leaf=is_loaded))):
             return fn(*args, **kwargs)
-        traced = TracedFunction(fn, chosen, args, kwargs, recipe)
+        traced = TracedFunction(fn, chosen, args, kwargs, recipe, named)
         if recipe is not None:
             silence.warn_once(_WHO, recipe, traced.left_alone(), depth=1)
         if recipe is None:
@@ -112,11 +119,11 @@ def quantize_matmuls(
 
     def init_state(*args: Any, **kwargs: Any) -> dict[str, Any]:
         recipe = resolve(_WHO, rules)
-        return {} if recipe is None else TracedFunction(fn, chosen, args, kwargs, recipe).init_state()
+        return {} if recipe is None else TracedFunction(fn, chosen, args, kwargs, recipe, named).init_state()
 
     transformed: Any = quantized
     transformed.init_state = init_state
-    transformed.transformation = QuantizedMatmuls(fn, rules, chosen)
+    transformed.transformation = QuantizedMatmuls(fn, rules, chosen, named)
     return transformed
 
 
@@ -127,11 +134,22 @@ class QuantizedMatmuls:
     Attributes:
         fn, rules: its arguments.
         params: the arguments of fn that are parameters.
+        names: of their leaves, if they are given.
     """
 
     fn: Callable[..., Any]
     rules: Any
     params: tuple[int | str, ...]
+    names: tuple[str, ...] | None
+
+
+def _checked(names: Any) -> tuple[str, ...] | None:
+    """The names of the leaves."""
+    if names is None:
+        return None
+    if isinstance(names, str) or not isinstance(names, Sequence) or not all(isinstance(n, str) and n for n in names):
+        raise TypeError(f"{_WHO}: names={shown(names)}; needs a list of texts, one for each leaf of the parameters")
+    return tuple(names)
 
 
 def _chosen(params: Any) -> tuple[int | str, ...]:
@@ -176,15 +194,24 @@ class TracedFunction:
         has_loaded: whether a parameter is quantised or has an adapter, so that fn itself cannot be called with it.
     """
 
-    def __init__(self, fn: Any, params: tuple[int | str, ...], args: Any, kwargs: Any, recipe: Recipe | None):
+    def __init__(
+        self,
+        fn: Any,
+        params: tuple[int | str, ...],
+        args: Any,
+        kwargs: Any,
+        recipe: Recipe | None,
+        names: tuple[str, ...] | None = None,
+    ):
         chosen = _positions(fn, params, args, kwargs)
         given, self._modules = modules.opened((args, kwargs))
         leaves, structure = jax.tree_util.tree_flatten_with_path(_loaded(given, chosen))
         arrays = [i for i, (_, leaf) in enumerate(leaves) if _is_array(leaf)]
         self._chosen, self._arrays, self._leaves = chosen, arrays, ([leaf for _, leaf in leaves], structure)
         self._values = [leaves[i][1].kernel if isinstance(leaves[i][1], _Loaded) else leaves[i][1] for i in arrays]
+        layers = _layer_names([path for path, _ in leaves], chosen, names)
         self.leaves = [
-            _Leaf(_layer_name(leaves[i][0], chosen), np.shape(v), v if is_loaded(v) else None)
+            _Leaf(layers[i], np.shape(v), v if is_loaded(v) else None)
             for i, v in zip(arrays, self._values, strict=True)
         ]
 
@@ -388,9 +415,18 @@ def _positions(fn: Any, params: tuple[int | str, ...], args: Any, kwargs: Any) -
     return found
 
 
-def _layer_name(path: Any, chosen: Container[int | str]) -> str | None:
-    """The name of the layer of an argument's leaf; None if it is no parameter."""
-    _, argument, *rest = path  # (args, kwargs), then the argument in one of them
-    if getattr(argument, "idx", getattr(argument, "key", None)) not in chosen:
-        return None
-    return layer_name(rest)
+def _layer_names(paths: list[Any], chosen: Container[int | str], names: tuple[str, ...] | None) -> list[str | None]:
+    """The name of the layer of each leaf of the arguments; None for what is no parameter."""
+    own: list[Any] = []
+    for _, argument, *rest in paths:  # (args, kwargs), then the argument in one of them
+        own.append(rest if getattr(argument, "idx", getattr(argument, "key", None)) in chosen else None)
+    if names is not None:
+        parameters = [i for i, path in enumerate(own) if path is not None]
+        if len(names) != len(parameters):
+            raise ValueError(
+                f"{_WHO}: {len(names)} names, but the parameters have {len(parameters)} leaves; needs one for each, in "
+                "the order of jax.tree.leaves"
+            )
+        for i, name in zip(parameters, names, strict=True):
+            own[i] = [jax.tree_util.DictKey(name)]
+    return [None if path is None else layer_name(path) for path in own]

@@ -167,10 +167,16 @@ def _refused(applied: AppliedRecipe) -> ValueError:
 def _of_function(fn: Any, recipe: Any, args: Any, kwargs: Any) -> Any:
     """The parameters of a function for serving."""
     params: tuple[int | str, ...] = (0,)
+    names: tuple[str, ...] | None = None
     if isinstance(given := getattr(fn, "transformation", None), QuantizedMatmuls):
-        fn, params, recipe = given.fn, given.params, given.rules if recipe is FROM_CONTEXT else recipe
+        fn, params, names, recipe = (
+            given.fn,
+            given.params,
+            given.names,
+            given.rules if recipe is FROM_CONTEXT else recipe,
+        )
     rules = resolve(_WHO, recipe)
-    traced = TracedFunction(fn, params, args, kwargs, rules)
+    traced = TracedFunction(fn, params, args, kwargs, rules, names)
     roles: dict[int, Roles] = {}
     for product in traced.trace.products:
         for single in product.weight.singles if not product.reason else ():

@@ -453,24 +453,6 @@ head    32x8     -                -                -                left out by 
         assert [(row.path, row.kernel) for row in found.layers] == [("up", (32, 64)), ("same", (64, 32))]
 
 
-def test_the_name_of_a_container_is_that_of_its_layer():
-    @jax.tree_util.register_pytree_node_class
-    class Named:  # as Haliax's NamedArray, whose array is a child without a name
-        def __init__(self, array):
-            self.array = array
-
-        def tree_flatten(self):
-            return (self.array,), None
-
-        @classmethod
-        def tree_unflatten(cls, _, children):
-            return cls(*children)
-
-    params = {"up": {"weight": Named(jnp.ones((32, 48)))}, "other": Named(jnp.ones((32, 48)))}
-    found = jlp.explain(lambda p, x: x @ p["up"]["weight"].array + x @ p["other"].array, NVFP4, params, X)
-    assert set(found.formats) == {"up", "other/0"}
-
-
 class TestSilence:
     def test_a_recipe_that_no_layer_follows_warns_once(self):
         function = jlp.quantize_matmuls(lambda p, x: x + p["up"], jlp.MXFP8BlockScaling(fp8_format="HYBRID"))
