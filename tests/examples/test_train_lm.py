@@ -123,7 +123,7 @@ def test_states_in_8_bits_train_as_float32_ones_and_resume(text, tmp_path):
     run_python(*command(text, tmp_path / "float32", *options))
     run_python(*command(text, tmp_path / "ours", *options, *ours))
     (expected,), (found,) = (report(tmp_path / name)["runs"] for name in ("float32", "ours"))
-    assert found["losses"][0] == expected["losses"][0] and found["losses"] != expected["losses"]
+    assert found["losses"] != expected["losses"]  # kernels are quantised from bfloat16 parameters
     assert found["losses"] == pytest.approx(expected["losses"], rel=0.01)
     sizes = [
         sum(file.stat().st_size for file in (tmp_path / name / "nvfp4" / "checkpoints").rglob("*") if file.is_file())
