@@ -110,7 +110,7 @@ def _often(jaxpr: Any) -> frozenset[Any]:
 
 
 def _key(eqn: Any) -> Any:
-    """What equal equations have in common; None for one that is not to be a call."""
+    """The key that equal equations share; None for one that is not to be a call."""
     atoms = [v for v in eqn.invars if not hasattr(v, "val")]
     literals = tuple((i, repr(v.val), v.aval) for i, v in enumerate(eqn.invars) if hasattr(v, "val"))
     simple = not eqn.primitive.multiple_results and not eqn.effects and not any(aval.shape for *_, aval in literals)
