@@ -351,7 +351,7 @@ class TracedFunction:
                 for v, w in zip(variables["values"], self._weights, strict=True)
             ]
             jaxpr, states = self._closed.jaxpr, variables.get(key, {})
-            results = evaluate(self.trace, states, jaxpr, self._closed.consts, arguments, staged=bool(needed))
+            results = evaluate(self.trace, states, jaxpr, self._closed.consts, arguments)
             return arrays_of(results, jaxpr.outvars)
 
         variables = {"values": self._values} | ({key: {name: given[name] for name in needed}} if needed else {})

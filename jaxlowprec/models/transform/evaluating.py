@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import functools
 from collections.abc import Mapping
@@ -21,21 +20,13 @@ _DEBUG_INFO = DebugInfo("quantize_matmuls", "an equation", None, None)
 
 
 def evaluate(
-    trace: ParameterTrace,
-    states: States,
-    jaxpr: Any,
-    constants: Any,
-    arguments: list[TracedValue],
-    *,
-    staged: bool = True,
+    trace: ParameterTrace, states: States, jaxpr: Any, constants: Any, arguments: list[TracedValue]
 ) -> list[TracedValue]:
     """The results of an open jaxpr.
 
     Arguments:
         states: the states of delayed scaling, by the layers' names.
-        staged: JAX traces what is evaluated, and derives it afterwards; otherwise it may derive each equation here.
     """
-    often = frozenset() if staged else _often(jaxpr)
     flow = trace.through(jaxpr, tuple(t.weight for t in arguments))
     known: dict[Any, TracedValue] = dict(zip(jaxpr.constvars, map(TracedValue, constants), strict=True))
     known |= zip(jaxpr.invars, arguments, strict=True)
@@ -48,7 +39,7 @@ def evaluate(
         step = flow.steps.get(number)
         call = calls.of(eqn)
         if step is None:
-            results = [*map(TracedValue, _as_it_is(eqn, [t.value for t in operands], often))]
+            results = [*map(TracedValue, _as_it_is(eqn, [t.value for t in operands]))]
         elif step.product is not None and (master := _master(eqn, step.product, operands)) is not None:
             name, values = step.product.weight.name, [t.value for t in operands]
             recipe = trace.recipe_at(name)
@@ -63,7 +54,7 @@ def evaluate(
             with _scope_of(eqn):
                 results = call.rebuilt(functools.partial(evaluate, trace, states), operands, step.results)
         else:
-            results = _moved(eqn, operands, step.results, often)
+            results = _moved(eqn, operands, step.results)
         known |= zip(eqn.outvars, results, strict=True)
     return [read(v) for v in jaxpr.outvars]
 
@@ -74,13 +65,13 @@ def _master(eqn: Any, product: Product, operands: list[TracedValue]) -> Any:
     return loaded_kernel(eqn, product, master) if is_loaded(master) else master
 
 
-def _moved(eqn: Any, operands: list[TracedValue], weights: Any, often: frozenset[Any]) -> list[TracedValue]:
+def _moved(eqn: Any, operands: list[TracedValue], weights: Any) -> list[TracedValue]:
     """The results of an equation without a changed product, with their masters."""
     if weights and all(weight is not None and weight.loaded for weight in weights):
         values, results = [t.value for t in operands], [None] * len(weights)
     else:
         values = arrays_of(operands, eqn.invars)
-        results = _as_it_is(eqn, values, often)
+        results = _as_it_is(eqn, values)
     moved = []
     for number, (value, weight) in enumerate(zip(results, weights, strict=True)):
         master = value
@@ -90,60 +81,11 @@ def _moved(eqn: Any, operands: list[TracedValue], weights: Any, often: frozenset
     return moved
 
 
-def _as_it_is(eqn: Any, values: list[Any], often: frozenset[Any]) -> list[Any]:
+def _as_it_is(eqn: Any, values: list[Any]) -> list[Any]:
     """The results of an equation with its own names, context, rules and effects, whatever its primitive is."""
     given = {v: value for v, value in zip(eqn.invars, values, strict=True) if not hasattr(v, "val")}
-    if often and (key := _key(eqn)) in often:
-        eqn = _as_a_call(eqn, key, [*given.values()])
     jaxpr = Jaxpr((), list(given), eqn.outvars, [eqn], eqn.effects, _DEBUG_INFO)
     return jax.core.eval_jaxpr(jaxpr, (), *given.values())
-
-
-_REPEATED = 4  # so many equal equations take less time as calls, whose one jaxpr has to be made
-_calls: dict[Any, tuple[Any, Any]] = {}
-
-
-def _often(jaxpr: Any) -> frozenset[Any]:
-    """The keys of equations that occur often in a jaxpr, such as those of equal layers."""
-    counts = collections.Counter(map(_key, jaxpr.eqns))
-    return frozenset(key for key, count in counts.items() if key is not None and count >= _REPEATED)
-
-
-def _key(eqn: Any) -> Any:
-    """The key that equal equations share; None for one that is not to be a call."""
-    atoms = [v for v in eqn.invars if not hasattr(v, "val")]
-    literals = tuple((i, repr(v.val), v.aval) for i, v in enumerate(eqn.invars) if hasattr(v, "val"))
-    simple = not eqn.primitive.multiple_results and not eqn.effects and not any(aval.shape for *_, aval in literals)
-    if not simple or not atoms or len(set(atoms)) < len(atoms):
-        return None
-    key = eqn.primitive, eqn.ctx, tuple(v.aval for v in atoms), literals, frozenset(eqn.params.items())
-    try:
-        hash(key)
-    except TypeError:  # of a parameter
-        return None
-    return key
-
-
-def _as_a_call(eqn: Any, key: Any, values: list[Any]) -> Any:
-    """An equation as a call that JAX inlines, of one jaxpr for all equal equations; `values`: of its variables.
-
-    JAX derives a jaxpr once, and a bare equation each time. The functions of `jax.numpy` are such calls.
-    """
-    key = key, tuple(map(jax.typeof, values))
-    if key not in _calls:
-
-        def one(*values: Any) -> Any:
-            left = iter(values)
-            with eqn.ctx.manager:
-                return eqn.primitive.bind(
-                    *(v.val if hasattr(v, "val") else next(left) for v in eqn.invars), **eqn.params
-                )
-
-        (call,) = jax.make_jaxpr(jax.jit(one))(*values).eqns
-        inline = call.params["inline"]
-        _calls[key] = call.primitive, call.params | {"inline": True if inline is False else type(inline).JAX_EARLY}
-    primitive, params = _calls[key]
-    return eqn.replace(primitive=primitive, params=params, invars=[v for v in eqn.invars if not hasattr(v, "val")])
 
 
 def _scope_of(eqn: Any) -> Any:
