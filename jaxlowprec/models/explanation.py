@@ -54,6 +54,21 @@ class Explanation:
         forms = {layer.path: layer.roles.forms("weight")[1] for layer in self.layers}
         return {path: None if role is None else role.format for path, role in forms.items()}
 
+    @property
+    def summary(self) -> str:
+        """One line: how many matrices are quantised, and which are left, by the reason; of many only the first two."""
+        left: dict[str, list[str]] = {}
+        formats = self.formats
+        for layer in self.layers:
+            if formats[layer.path] is None:
+                left.setdefault(layer.note or "in high precision", []).append(layer.path or "(model)")
+        count = len(self.layers) - sum(map(len, left.values()))
+        parts = [f"{count} of {len(self.layers)} matrices are quantised"]
+        for note, paths in left.items():
+            more = f" and {len(paths) - 2} more" if len(paths) > 2 else ""
+            parts.append(f"{note}: {', '.join(paths[:2])}{more}")
+        return "; ".join(parts)
+
     def __str__(self) -> str:
         tensors = ("weight", "input", "gradient")
         some_sums = any(layer.sums != IN_FLOAT32 for layer in self.layers)

@@ -107,3 +107,18 @@ class TestGivenNames:
     def test_one_too_few(self):
         with pytest.raises(ValueError, match="2 names, but the parameters have 3 leaves"):
             jlp.quantize_matmuls(two_layers, NVFP4, names=NAMES[:2])(PARAMS, X)
+
+
+def test_a_summary_counts_what_is_quantised_and_says_why_the_rest_is_not():
+    def loss(params, x):
+        for weight in params["blocks"]:
+            x = x @ weight
+        return (x @ params["head"]).sum() + params["embed"][jnp.arange(3)].sum()
+
+    params = {"blocks": [jnp.ones((32, 32))] * 5, "head": jnp.ones((32, 16)), "embed": jnp.ones((8, 32))}
+    rules = jlp.PerLayer((("blocks/[0-2]", None), ("head", None)), jlp.NVFP4BlockScaling())
+    explained = jlp.explain(loss, rules, params, jnp.ones((4, 32)))
+    left = "left out by the recipe: blocks/0, blocks/1 and 2 more; looked up: embed"
+    assert explained.summary == f"2 of 7 matrices are quantised; {left}"
+    explained = jlp.explain(lambda w, x: x @ w, jlp.NVFP4BlockScaling(), jnp.ones((32, 16)), jnp.ones((4, 32)))
+    assert explained.summary == "1 of 1 matrices are quantised"
