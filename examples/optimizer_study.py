@@ -58,7 +58,6 @@ PARTS = (
     Part("adamw", B2, "bf16", (*SOUND, *FAULTS)),
     Part("adamw", B2, "nvfp4", FEW),
     Part("adamw", B2, "fp8_block", FEW),
-    Part("muon", B2, "bf16", FEW),
 )
 
 

@@ -24,13 +24,13 @@ SIGNED = RelativeCode(signed=True)
 UNSIGNED = RelativeCode(signed=False)
 """The default code of second moments."""
 FIXED = FixedCode()
-"""The default code of momentum that is not divided: of Muon and of SGD."""
+"""The default code of momentum that is not divided, SGD's."""
 _ADAMS = ("ScaleByAdamState", "ScaleByAmsgradState", "ScaleByBeliefState", "ScaleByNovogradState")
 RULES: dict[str, StateCode | None] = {
     **{f"{name}.mu": SIGNED for name in (*_ADAMS, "ScaleByLionState")},
     **{f"{name}.nu": UNSIGNED for name in (*_ADAMS, "ScaleByRmsState", "ScaleByRmsWithCountState")},
     "TraceState.trace": FIXED,
-    "MuonState.mu": FIXED,
+    "MuonState.mu": FixedCode("nearest"),  # orthogonalised: noise costs more there than a size that is off
 }
 """The default codes, by the class of an optax state and its field.
 

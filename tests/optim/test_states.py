@@ -57,7 +57,7 @@ class TestChoices:
         assert found == {
             "inner_states/adam/inner_state/0/mu/stack": str(SIGNED),
             "inner_states/adam/inner_state/0/nu/stack": str(UNSIGNED),
-            "inner_states/muon/inner_state/0/mu/w": str(FIXED),
+            "inner_states/muon/inner_state/0/mu/w": str(jlp.optim.FixedCode("nearest")),
         }
 
     def test_rules_add_and_keep_by_name(self):
