@@ -8,7 +8,7 @@ signs, so nothing is guessed.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -48,7 +48,7 @@ class Choice(NamedTuple):
 
     Attributes:
         path: the keys that lead to it, "0/mu/layer/kernel".
-        place: those without the field, "0/layer/kernel": moments of the same element have the same draw.
+        place: those without the field that a rule names, "0/layer/kernel": moments of an element have the same draw.
         code: None: it stays as it is.
         note: why.
     """
@@ -94,13 +94,13 @@ def choose(tree: Any, params: Any, rules: Rules, smallest: int) -> list[Choice]:
     """
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     if callable(rules):
-        return [_chosen(rules, path_of(path), _place(tree, path), leaf) for path, leaf in leaves]
+        return [_chosen(rules, path_of(path), _place(path, [*_fields(tree, path)], {}), leaf) for path, leaf in leaves]
     given: Mapping[str, StateCode | None] = rules or {}
     merged, used = {**RULES, **given}, set()
     choices = []
     for path, leaf in leaves:
-        fields = [name for _, *both in _fields(tree, path) for name in both]
-        names = [name for name in fields if name in given] or [name for name in fields if name in RULES]
+        fields = [*_fields(tree, path)]
+        names = [*_named(fields, given)] or [*_named(fields, RULES)]
         note = _unfit(leaf)
         if not note:
             used.update(names)
@@ -112,7 +112,7 @@ def choose(tree: Any, params: Any, rules: Rules, smallest: int) -> list[Choice]:
                 note = f"kept by rules[{names[0]!r}]"
             elif leaf.size < smallest:
                 note = f"{leaf.size} elements; smallest={smallest}"
-        choices.append(Choice(path_of(path), _place(tree, path), None if note else merged[names[0]], note))
+        choices.append(Choice(path_of(path), _place(path, fields, given), None if note else merged[names[0]], note))
     if (unused := sorted(set(given) - used)) and jax.tree.leaves(params):
         last = sorted({name for path, leaf in leaves if not _unfit(leaf) for *_, name in [*_fields(tree, path)][-1:]})
         raise ValueError(
@@ -150,14 +150,29 @@ def _unfit(leaf: Any) -> str:
     return "" if str(dtype) in CODED else f"{dtype}"
 
 
-def _place(tree: Any, path: Any) -> str:
-    """The path of a leaf without the innermost field of a state."""
-    fields = [at for at, *_ in _fields(tree, path)]
-    return path_of([key for at, key in enumerate(path) if at not in fields[-1:]])
+_Field = tuple[int, str, str]
+"""Where in a path a field is, and its names: "MuonState.mu" and "mu"."""
 
 
-def _fields(tree: Any, path: Any) -> Iterator[tuple[int, str, str]]:
-    """The fields on the way to a leaf, from the outermost: where in the path, "MuonState.mu" and "mu"."""
+def _named(fields: Iterable[_Field], rules: Container[str]) -> Iterator[str]:
+    """The names of fields that rules have, from the outermost."""
+    return (name for _, *both in fields for name in both if name in rules)
+
+
+def _place(path: Any, fields: list[_Field], given: Container[str]) -> str:
+    """The path of a leaf without the outermost field that a rule names, those by default first.
+
+    Fields further in are the parameters' own, which may be named tuples or dataclasses, too.
+    """
+    for rules in (RULES, given):
+        for field in fields:
+            if any(_named([field], rules)):
+                return path_of([key for at, key in enumerate(path) if at != field[0]])
+    return path_of(path)
+
+
+def _fields(tree: Any, path: Any) -> Iterator[_Field]:
+    """The fields on the way to a leaf, from the outermost."""
     node = tree
     for at, key in enumerate(path):
         try:

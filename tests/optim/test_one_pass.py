@@ -1,6 +1,8 @@
 """`jlp.optim.adamw` and `lion` within wrappers: one pass over codes and remainders, bytes of the general way."""
 
+import dataclasses
 import re
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -254,3 +256,34 @@ def test_errors_name_the_state():
     other = wrapped(jlp.optim.adamw(1e-3), 32)
     with pytest.raises(ValueError, match="made for other parameters or by another transformation"):
         other.update(gradients(0), state, params())
+
+
+class Weights(NamedTuple):
+    w: Any
+    odd: Any
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Module:
+    w: Any
+    odd: Any
+
+
+@pytest.mark.parametrize("by", [lambda tx: tx, general], ids=["one pass", "general way"])
+@pytest.mark.parametrize("kind", [Weights, Module])
+def test_parameters_in_a_class_have_the_draws_of_those_in_a_dict(kind, by):
+    """Its fields are theirs, and none of the state's."""
+
+    def of_class(tree):
+        return kind(tree["w"], tree["odd"])
+
+    tx = wrapped(ADAMW, 16, by=by)
+    p, other = of_class(params()), {name: params()[name] for name in ("w", "odd")}
+    state, beside, step = tx.init(p), tx.init(other), applying(tx)
+    for i in range(2):
+        g = gradients(i)
+        p, state = step(of_class(g), state, p)
+        other, beside = step({"w": g["w"], "odd": g["odd"]}, beside, other)
+    assert_same_bytes(p, of_class(other))
+    assert_same_bytes(state.inner.codes[0].nu, of_class(beside.inner.codes[0].nu))
