@@ -100,17 +100,9 @@ def _is_bias(name: str) -> bool:
 
 def _of_function(fn: Any, recipe: Any, args: Any, kwargs: Any) -> Explanation:
     """The explanation of a function's products by its parameters."""
-    params: tuple[int | str, ...] = (0,)
-    names: tuple[str, ...] | None = None
-    if isinstance(given := getattr(fn, "transformation", None), QuantizedMatmuls):
-        fn, params, names, recipe = (
-            given.fn,
-            given.params,
-            given.names,
-            given.rules if recipe is FROM_CONTEXT else recipe,
-        )
-    rules = resolve("explain", recipe)
-    traced = TracedFunction(fn, params, args, kwargs, rules, names)
+    given = QuantizedMatmuls.of(fn, recipe)
+    rules = resolve("explain", given.rules)
+    traced = TracedFunction(given.fn, given.params, args, kwargs, rules, given.names)
     uses: dict[tuple[int, AppliedRecipe], int] = {}
     for product in traced.trace.products:
         if not has_matrices(product.shape):  # a vector, such as a score's

@@ -139,8 +139,16 @@ class QuantizedMatmuls:
 
     fn: Callable[..., Any]
     rules: Any
-    params: tuple[int | str, ...]
-    names: tuple[str, ...] | None
+    params: tuple[int | str, ...] = (0,)
+    names: tuple[str, ...] | None = None
+
+    @classmethod
+    def of(cls, fn: Any, rules: Any) -> QuantizedMatmuls:
+        """The arguments of a transformed function, with other rules if some are given; the defaults for another one."""
+        given = getattr(fn, "transformation", None)
+        if not isinstance(given, cls):
+            return cls(fn, rules)
+        return given if rules is FROM_CONTEXT else dataclasses.replace(given, rules=rules)
 
 
 def _checked(names: Any) -> tuple[str, ...] | None:

@@ -166,17 +166,9 @@ def _refused(applied: AppliedRecipe) -> ValueError:
 
 def _of_function(fn: Any, recipe: Any, args: Any, kwargs: Any) -> Any:
     """The parameters of a function for serving."""
-    params: tuple[int | str, ...] = (0,)
-    names: tuple[str, ...] | None = None
-    if isinstance(given := getattr(fn, "transformation", None), QuantizedMatmuls):
-        fn, params, names, recipe = (
-            given.fn,
-            given.params,
-            given.names,
-            given.rules if recipe is FROM_CONTEXT else recipe,
-        )
-    rules = resolve(_WHO, recipe)
-    traced = TracedFunction(fn, params, args, kwargs, rules, names)
+    given = QuantizedMatmuls.of(fn, recipe)
+    rules = resolve(_WHO, given.rules)
+    traced = TracedFunction(given.fn, given.params, args, kwargs, rules, given.names)
     roles: dict[int, Roles] = {}
     for product in traced.trace.products:
         for single in product.weight.singles if not product.reason else ():
@@ -195,7 +187,7 @@ def _of_function(fn: Any, recipe: Any, args: Any, kwargs: Any) -> Any:
     replaced = traced.parameters(new)
     if any(isinstance(tree, ModuleTree) for tree in replaced):
         raise TypeError(f"{_WHO}: the function's parameters are an NNX module; pass the module itself, converted")
-    return replaced[0] if len(params) == 1 else tuple(replaced)
+    return replaced[0] if len(given.params) == 1 else tuple(replaced)
 
 
 def _served_leaf(traced: TracedFunction, leaf: int, products: list[Product], lost: str | None, roles: Roles) -> Any:

@@ -1,15 +1,12 @@
 """The programs of the page about trainers run with the real packages, and print what the page shows."""
 
 import importlib.util
-import os
 import re
-import subprocess
-import sys
 
 import pytest
 
 from tests.docs.pages import differs, pieces
-from tests.package.test_readme import ROOT
+from tests.helpers import run_python
 
 PAGE = "docs/how-to/trainers.md"
 PIECES = pieces(PAGE)
@@ -29,10 +26,8 @@ def test_a_program_prints_what_the_page_shows(piece):
     for name in needed(piece.code):
         if importlib.util.find_spec(name) is None:
             pytest.skip(f"{name} is missing")
-    on_cpu = {**os.environ, "JAX_PLATFORMS": "cpu"}
-    ran = subprocess.run([sys.executable, "-c", piece.code], cwd=ROOT, env=on_cpu, capture_output=True, text=True)
-    assert ran.returncode == 0, f"{PAGE}:{piece.line}: {ran.stderr}"
-    assert not differs(ran.stdout, piece.shown), f"{PAGE}:{piece.line}: prints\n{ran.stdout}"
+    printed = run_python("-c", piece.code).stdout
+    assert not differs(printed, piece.shown), f"{PAGE}:{piece.line}: prints\n{printed}"
 
 
 def test_few_lines_are_added():
