@@ -1,9 +1,9 @@
-"""AdamW in one pass against jitted optax.adamw of float32: time for each parameter, in turn, and temporary memory.
+"""AdamW and Lion in one pass against those of optax, jitted, in float32: time for each parameter, and temporary memory.
 
     python benchmarks/optimizer.py [--save] [--rounds 9] [--rows 4096] [--cores 1] [--isa avx2]
 
-Both sides make one step of one matrix, in place: parameter and state are donated. Time is that of the processor, of all
-threads: it counts work, also where others share the cores. With --cores 2 it is the time that passes.
+In turn, both sides make one step of one matrix, in place: parameter and state are donated. Time is that of the
+processor, of all threads: it counts work, also where others share the cores. With --cores 2 it is the time that passes.
 """
 
 from __future__ import annotations
@@ -21,20 +21,25 @@ import optax
 from timing import alternate, keep_memory, save
 
 from jaxlowprec.ops.optimizer_states import REMAINDERS, Coded
-from jaxlowprec.ops.optimizer_update import optimizer_update
+from jaxlowprec.ops.optimizer_update import Rule, optimizer_update
 from jaxlowprec.wiring import native
 
 COLUMNS = 4096
-SCALARS = np.array([0.9, 0.1, 0.999, 0.001, 0.1, 0.001, 1e-8, 0.1, -1e-3], np.float32)
+SCALARS = {
+    "adamw": np.array([0.9, 0.1, 0.999, 0.001, 0.1, 0.001, 1e-8, 0.1, -1e-3], np.float32),
+    "lion": np.array([0.9, 0.1, 0.99, 0.01, 0.1, -1e-3], np.float32),
+}
 WORDS = np.arange(4, dtype=np.uint32).reshape(2, 2)
 TARGET = 1.0  # of optax's time, with stochastic rounding
-CASES: dict[str, tuple[Any, Any, int | None]] = {  # how states are rounded, the parameter's dtype and its bits
-    "8 bits stochastic, weights of 32 bits": ("stochastic", jnp.bfloat16, 32),
-    "8 bits stochastic, weights of 24 bits": ("stochastic", jnp.bfloat16, 24),
-    "8 bits stochastic, weights of 16 bits": ("stochastic", jnp.bfloat16, 16),
-    "8 bits nearest, weights of 32 bits": ("nearest", jnp.bfloat16, 32),
-    "8 bits stochastic, float32 weights": ("stochastic", jnp.float32, None),
-    "float32 states, float32 weights": (None, jnp.float32, None),
+CASES: dict[str, tuple[Rule, Any, Any, int | None]] = {  # rule, states' rounding, the parameter's dtype and its bits
+    "8 bits stochastic, weights of 32 bits": ("adamw", "stochastic", jnp.bfloat16, 32),
+    "8 bits stochastic, weights of 24 bits": ("adamw", "stochastic", jnp.bfloat16, 24),
+    "8 bits stochastic, weights of 16 bits": ("adamw", "stochastic", jnp.bfloat16, 16),
+    "8 bits nearest, weights of 32 bits": ("adamw", "nearest", jnp.bfloat16, 32),
+    "8 bits stochastic, float32 weights": ("adamw", "stochastic", jnp.float32, None),
+    "float32 states, float32 weights": ("adamw", None, jnp.float32, None),
+    "Lion, 8 bits stochastic, weights of 32 bits": ("lion", "stochastic", jnp.bfloat16, 32),
+    "Lion, 8 bits nearest, weights of 32 bits": ("lion", "nearest", jnp.bfloat16, 32),
 }
 
 
@@ -54,27 +59,28 @@ class Side:
         return self.compiled.memory_analysis().temp_size_in_bytes / self.gradient.size
 
 
-def ours(shape: tuple[int, int], rounding: Any, dtype: Any, bits: int | None) -> Side:
+def ours(shape: tuple[int, int], rule: Rule, rounding: Any, dtype: Any, bits: int | None) -> Side:
     """The operation."""
     gradient = jax.random.normal(jax.random.key(0), shape, dtype) * 1e-2
     zero: Any = jnp.zeros(shape, jnp.float32)
     blocks = (shape[0], -(-shape[1] // 32))
     moments = [
         zero + 0 if rounding is None else Coded(jnp.zeros(shape, jnp.uint8), jnp.zeros(blocks, jnp.uint8))
-        for _ in range(2)
+        for _ in range(2 if rule == "adamw" else 1)
     ]
+    codes = (rounding, rounding if rule == "adamw" else None)
     rest = jnp.zeros(shape, REMAINDERS[bits]) if bits in REMAINDERS else None
     words = WORDS if bits == 16 or rounding == "stochastic" else None
 
     def step(g: jax.Array, state: Any) -> Any:
-        return tuple(optimizer_update(g, *state, SCALARS, words, codes=(rounding, rounding), bits=bits))
+        return tuple(optimizer_update(g, *state, SCALARS[rule], words, rule=rule, codes=codes, bits=bits))
 
-    return Side(step, gradient, (gradient * 1, rest, *moments))
+    return Side(step, gradient, (gradient * 1, rest, *moments, *[None] * (2 - len(moments))))
 
 
-def theirs(shape: tuple[int, int]) -> Side:
+def theirs(shape: tuple[int, int], rule: Rule) -> Side:
     """optax's, of float32."""
-    tx = optax.adamw(1e-3)
+    tx = getattr(optax, rule)(1e-3)
     gradient = jax.random.normal(jax.random.key(0), shape) * 1e-2
 
     def step(g: jax.Array, state: Any) -> Any:
@@ -100,16 +106,15 @@ def main() -> None:
         native.use_isa(options.isa)
     clock = time.process_time if options.cores == 1 else time.perf_counter
     shape, found = (options.rows, COLUMNS), []
-    other = theirs(shape)
     for name, case in CASES.items():
-        side = ours(shape, *case)
+        side, other = ours(shape, *case), theirs(shape, case[0])
         seconds = alternate({"ours": side, "theirs": other}, options.rounds, clock=clock)
         each = {who: {k: 1e9 * s / side.gradient.size for k, s in times.items()} for who, times in seconds.items()}
         ratio = {k: each["ours"][k] / each["theirs"][k] for k in ("median", "min")}
         memory = {"ours": side.temporaries(), "theirs": other.temporaries()}
         found.append({"case": name, "ns": each, "ratio": ratio, "target": TARGET, "temporary_bytes": memory})
         print(
-            f"{name:42} {each['ours']['min']:6.2f} ns, optax {each['theirs']['min']:6.2f} ns: {ratio['min']:5.2f} of "
+            f"{name:44} {each['ours']['min']:6.2f} ns, optax {each['theirs']['min']:6.2f} ns: {ratio['min']:5.2f} of "
             f"its time (median {ratio['median']:.2f}); temporaries {memory['ours']:.3f} and {memory['theirs']:.3f} B",
             flush=True,
         )

@@ -177,6 +177,8 @@ _COUNTED = (  # what is said of a kernel, the kernel to nearest, and the one tha
     ("product of at most 8 rows by NVFP4, a weight of a lane", "weight_stream_kernel<0, false, 1, 4, 12>", None),
     ("the same, of rows in NVFP4 codes", "weight_stream_kernel<0, true, 1, 4, 12>", None),
     ("MXFP4 re-based to FP8 before a GEMM", "rebase_kernel", None),
+    ("AdamW, moments in 8 bits, weights of 32", None, "optimizer_update<AdamW, 4, 0, true>"),
+    ("Lion, a moment in 8 bits, weights of 32", None, "optimizer_update<Lion, 4, 0, true>"),
 )
 
 

@@ -1,4 +1,4 @@
-"""The bytes of AdamW's update on a GPU are the CPU's: every way to keep moments and weights."""
+"""The bytes of AdamW's and Lion's updates on a GPU are the CPU's: every way to keep moments and weights."""
 
 import functools
 
@@ -8,15 +8,16 @@ import pytest
 
 from jaxlowprec.ops.optimizer_update import optimizer_update
 from tests.gpu.sides import assert_same_bytes_on
-from tests.ops.optimizer_update.cases import CODES, WEIGHTS, operands
+from tests.ops.optimizer_update.cases import CODES, ROUNDINGS, WEIGHTS, operands
 
+UPDATES = [("adamw", codes) for codes in CODES] + [("lion", (rounding, None)) for rounding in ROUNDINGS]
 WHOLE, RAGGED = ((5, 96), (64, 1024), (3, 4, 32)), ((4, 300), (2, 3, 40, 264), (1, 1))  # rows end with a block, or not
 
 
-def steps(count, codes, bits, result, args):
+def steps(count, codes, bits, result, args, rule="adamw"):
     """The results of each of several steps, each from the last one's."""
     g, *kept, scalars, words = args
-    step = functools.partial(optimizer_update, codes=codes, bits=bits, implementation="ffi")
+    step = functools.partial(optimizer_update, rule=rule, codes=codes, bits=bits, implementation="ffi")
     made = []
     for _ in range(count):
         if result == "update":
@@ -29,12 +30,12 @@ def steps(count, codes, bits, result, args):
 
 @pytest.mark.parametrize("hostile", [False, True], ids=["usual", "hostile"])
 @pytest.mark.parametrize("g_dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("codes", CODES, ids=str)
-def test_optimizer_update(cpu, gpu, codes, g_dtype, hostile):
+@pytest.mark.parametrize(("rule", "codes"), UPDATES, ids=str)
+def test_optimizer_update(cpu, gpu, rule, codes, g_dtype, hostile):
     for seed, (dtype, bits) in enumerate(WEIGHTS):
         for result, shapes in (("parameter", WHOLE), ("update", RAGGED), ("update", WHOLE)):
-            args = operands(shapes[seed % 3], codes, dtype, bits, g_dtype, seed, hostile)
-            assert_same_bytes_on((cpu, gpu), functools.partial(steps, 2, codes, bits, result), args)
+            args = operands(shapes[seed % 3], codes, dtype, bits, g_dtype, seed, hostile, rule)
+            assert_same_bytes_on((cpu, gpu), functools.partial(steps, 2, codes, bits, result, rule=rule), args)
 
 
 def test_gradients_of_every_size(cpu, gpu):
@@ -56,9 +57,11 @@ def test_many_steps_of_a_large_matrix(cpu, gpu, bits):
 @pytest.mark.sanitize
 def test_every_kernel_once(cpu, gpu):
     for dtype, bits in WEIGHTS:
-        for rounding in (None, "nearest", "stochastic"):
-            for shape in ((9, 64), (3, 40)):
-                for g_dtype in (jnp.float32, jnp.bfloat16):
-                    args = operands(shape, (rounding, rounding), dtype, bits, g_dtype, 1, True)
-                    run = functools.partial(steps, 1, (rounding, rounding), bits, "update")
-                    assert_same_bytes_on((cpu, gpu), run, args)
+        for rule, codes in UPDATES:
+            if rule == "lion" or codes[0] == codes[1]:
+                for shape in ((9, 64), (3, 40)):
+                    for g_dtype in (jnp.float32, jnp.bfloat16):
+                        args = operands(shape, codes, dtype, bits, g_dtype, 1, True, rule)
+                        assert_same_bytes_on(
+                            (cpu, gpu), functools.partial(steps, 1, codes, bits, "update", rule=rule), args
+                        )
