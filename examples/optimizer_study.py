@@ -54,17 +54,19 @@ class Part(NamedTuple):
 
 
 PARTS = (
-    Part("adamw", 0.999, "bf16", (*SOUND, *FAULTS)),
     Part("adamw", B2, "bf16", (*SOUND, *FAULTS)),
     Part("adamw", B2, "nvfp4", FEW),
+    Part("adamw", 0.999, "bf16", (*SOUND, *FAULTS)),
     Part("adamw", B2, "fp8_block", FEW),
+    Part("muon", B2, "bf16", FEW),
 )
 
 
 def chosen(options: argparse.Namespace) -> Sequence[Part]:
-    """The parts that the options ask for; without them, PARTS."""
-    if not (options.optimizer or options.b2 or options.recipe or options.states):
-        return PARTS
+    """The parts that the options ask for: PARTS, or those of their states; or all of an optimizer, b2 or recipe."""
+    if not (options.optimizer or options.b2 or options.recipe):
+        of = options.states or STATES
+        return [part._replace(states=[name for name in part.states if name in of]) for part in PARTS]
     groups = itertools.product(options.optimizer or ["adamw"], options.b2 or [B2], options.recipe or ["bf16"])
     return [Part(*group, tuple(options.states or SOUND)) for group in groups]
 

@@ -39,6 +39,7 @@ class Optimizer:
     def transformation(self, schedule: Schedule) -> optax.GradientTransformation:
         """Linear warm-up over a tenth of the steps (40 at most), cosine decay to a tenth, clipping at norm 1.
 
+        AdamW is optax's where states are float32, and else `jlp.optim.adamw`, which updates codes in one pass.
         The amax histories of delayed scaling, if a recipe has them, are not touched by any of this.
         """
         rate = optax.warmup_cosine_decay_schedule(
@@ -49,13 +50,14 @@ class Optimizer:
             schedule.learning_rate / 10,
         )
         if self.name == "adamw":
-            inner = optax.adamw(rate, b1=0.9, b2=self.b2, weight_decay=0.1)
+            adamw = optax.adamw if self.states == "float32" else jlp.optim.adamw
+            inner = adamw(rate, b1=0.9, b2=self.b2, weight_decay=0.1)
         else:
             inner = optax.contrib.muon(
                 lambda step: MUONS_RATE * rate(step), weight_decay=0.01, adam_b2=self.b2, adam_learning_rate=rate
             )
-        wrapped = STATES[self.states](optax.chain(optax.clip_by_global_norm(1.0), inner))
-        return jlp.delayed_scaling.overwrite_with_gradient(wrapped)
+        clipped = optax.chain(optax.clip_by_global_norm(1.0), STATES[self.states](inner))
+        return jlp.delayed_scaling.overwrite_with_gradient(clipped)
 
     def start(self, schedule: Schedule, parameters: Any) -> tuple[Any, Any]:
         """Parameters and the state of the first step, from float32 parameters, of which no bit is lost."""

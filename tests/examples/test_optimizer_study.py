@@ -35,7 +35,7 @@ def test_a_run_starts_from_the_float32_parameters(parameters, name, states):
         pytest.skip("faults of AdamW")
     p, state = Optimizer(name, states=states).start(SCHEDULE, parameters)
     expected = jax.tree.leaves(parameters)
-    rests = jax.tree.leaves(state.inner_state.remainders, is_leaf=lambda x: x is None) if "masters" in states else None
+    rests = jax.tree.leaves(state.inner_state[1].remainders, is_leaf=lambda x: x is None) if "masters" in states else []
     for i, (x, whole) in enumerate(zip(jax.tree.leaves(p), expected, strict=True)):
         assert x.dtype == (jnp.bfloat16 if "masters" in states and x.ndim > 1 else jnp.float32)
         if states.endswith("32") and x.ndim > 1:
