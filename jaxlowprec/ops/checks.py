@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxlowprec.arguments import a_dtype, array, as_int, one_of, shown
 from jaxlowprec.arrays.quantized_array import QuantizedArray
-from jaxlowprec.wiring import Elsewhere, native
+from jaxlowprec.wiring import Elsewhere, native, varying_axes
 
 Implementation = Literal["ffi", "portable", "reference"] | None
 
@@ -29,6 +29,15 @@ _ALGORITHMS = (jax.lax.DotAlgorithm, jax.lax.DotAlgorithmPreset)
 def check_implementation(who: str, implementation: Any) -> None:
     """Raises ValueError unless it is None, "ffi", "portable" or "reference"."""
     one_of(who, "implementation", implementation, None, "ffi", "portable", "reference")
+
+
+def check_whole(who: str, x: jax.Array) -> None:
+    """Raises ValueError if x is a shard, within `jax.shard_map`: places in the whole array are not known there."""
+    if axes := varying_axes(x):
+        raise ValueError(
+            f"{who}: an array of shape {x.shape} differs along the mesh axes {sorted(axes)} of a shard_map; stochastic "
+            "rounding draws by places in the whole array: update outside of jax.shard_map"
+        )
 
 
 class Platforms(TypedDict, total=False):

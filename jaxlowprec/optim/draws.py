@@ -16,9 +16,9 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxlowprec.arguments import shown, whole_number
+from jaxlowprec.ops.checks import check_whole
 from jaxlowprec.ops.optimizer_states import EIGHTH, draws_at
 from jaxlowprec.ops.quantize.random_bits import key_words, words_at
-from jaxlowprec.wiring.defining import varying_axes
 from jaxlowprec.wiring.sharding_rule import dimensions_of, sharding_of
 
 STREAM_OF_STATES, STREAM_OF_WEIGHTS = 15, 16
@@ -66,11 +66,7 @@ def half_words(x: jax.Array, words: jax.Array) -> jax.Array:
     Raises:
         ValueError: x is the shard of an array, whose places in the whole are not known.
     """
-    if axes := varying_axes(x):
-        raise ValueError(
-            f"jaxlowprec.optim: an array of shape {x.shape} differs along the mesh axes {sorted(axes)} of a shard_map; "
-            "stochastic rounding draws by places in the whole array: update outside of jax.shard_map"
-        )
+    check_whole("jaxlowprec.optim", x)
     shape, sharding = (*x.shape[:-1], -(-x.shape[-1] // EIGHTH)), sharding_by(x, EIGHTH)
 
     def counted(axis: int) -> jax.Array:

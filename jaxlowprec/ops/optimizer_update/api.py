@@ -9,11 +9,10 @@ import jax
 import jax.numpy as jnp
 
 from jaxlowprec.arguments import array, one_of, shown
-from jaxlowprec.ops.checks import Implementation, check_implementation
+from jaxlowprec.ops.checks import Implementation, check_implementation, check_whole
 from jaxlowprec.ops.optimizer_states import BLOCK, REMAINDERS, Coded
 from jaxlowprec.ops.optimizer_update.op import UpdateSpec, flat, update_op
 from jaxlowprec.ops.optimizer_update.reference import SCALARS, Moment, Rule
-from jaxlowprec.wiring import varying_axes
 from jaxlowprec.wiring.sharding_rule import resharded, sharding_of
 
 _WHO = "optimizer_update"
@@ -105,11 +104,8 @@ def optimizer_update(
     scalars = _fits("scalars", scalars, (SCALARS[rule],), jnp.float32)
     draws = bits == 16 or "stochastic" in codes
     words = _fits("words", words, (2, 2) if draws else None, jnp.uint32)
-    if draws and (axes := varying_axes(p)):
-        raise ValueError(
-            f"{_WHO}: p of shape {p.shape} differs along the mesh axes {sorted(axes)} of a shard_map; stochastic "
-            "rounding draws by places in the whole array: update outside of jax.shard_map"
-        )
+    if draws:
+        check_whole(_WHO, p)
     spec = UpdateSpec(
         rule,
         max(p.ndim, 2),
