@@ -42,13 +42,21 @@ def eight_bit_study() -> str:
 
 def optimizer_study() -> str:
     """Gaps of optimizer states in 8 bits against those in float32, and whether they are within the bound."""
-    result = load("optimizer_study")
+    return _gaps_of_states(load("optimizer_study"))
+
+
+def optimizer_study_demo() -> str:
+    """The same of a larger model."""
+    return _gaps_of_states(load("optimizer_study_demo"))
+
+
+def _gaps_of_states(result: dict) -> str:
     steps = f"{result['summary'][0]['steps']} steps"
     rows = [("optimizer", "b2", "recipe", "states", "loss gap", "by seed", "validation gap", "bound", "within")]
     for s in result["summary"]:
         loss, validation = s["loss_gap_percent"], s["validation_loss_gap_percent"]
         seeds = ", ".join(f"{gap:+.3f}" for gap in loss["by_seed"])
-        gaps = (f"{loss['mean']:+.3f} %", seeds, f"{validation['mean']:+.3f} %", f"{s['bound_percent']:.2f} %")
+        gaps = (_with_error(loss, 3), seeds, _with_error(validation, 3), f"{s['bound_percent']:.2f} %")
         rows.append((s["optimizer"], str(s["b2"]), s["recipe"], s["run"], *gaps, "yes" if s["within"] else "**no**"))
     return f"{markdown(rows)}\n\n{_about(result, steps, 'no block in bf16')}"
 
@@ -217,10 +225,10 @@ def _paired(entry: dict) -> tuple[str, ...]:
     return _with_error(loss), seeds, *_less(entry, loss), _with_error(validation), *_less(entry, validation)
 
 
-def _with_error(values: dict) -> str:
+def _with_error(values: dict, digits: int = 2) -> str:
     """A mean of the seeds and its standard error."""
     error = values["standard_error"]
-    return f"{values['mean']:+.2f}{'' if error is None else f' ± {error:.2f}'} %"
+    return f"{values['mean']:+.{digits}f}{'' if error is None else f' ± {error:.{digits}f}'} %"
 
 
 def _less(entry: dict, gap: dict) -> list[str]:
