@@ -12,6 +12,7 @@ from jaxlowprec.checkpoints.conversion.rules import DEFAULTS, Rules
 from jaxlowprec.checkpoints.errors import CheckpointError
 from jaxlowprec.checkpoints.families.families import LLAMA, QWEN3_MOE
 from jaxlowprec.checkpoints.families.known import mapping_for
+from jaxlowprec.checkpoints.trees.adapters import save_adapters
 from jaxlowprec.checkpoints.trees.mapping import Rule, TreeMapping
 from jaxlowprec.checkpoints.trees.trees import activation_scales, load, save
 
@@ -36,5 +37,6 @@ __all__ = [
     "load",
     "mapping_for",
     "save",
+    "save_adapters",
     "schemes",
 ]

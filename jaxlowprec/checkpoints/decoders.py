@@ -19,7 +19,6 @@ import jaxlowprec as jlp
 from jaxlowprec import checkpoints
 from jaxlowprec.checkpoints import CheckpointError, TreeMapping, mapping_for
 from jaxlowprec.checkpoints.files.folder import CheckpointFolder
-from jaxlowprec.checkpoints.files.safetensors_file import write_tensors
 from jaxlowprec.checkpoints.trees.kv_scales import IN_PROJECTIONS, cache_scales
 from jaxlowprec.checkpoints.trees.mapping import Rule
 from jaxlowprec.models.decoder.config import CONFIG, FAMILIES, DecoderConfig
@@ -144,42 +143,23 @@ def export_adapters(source: pathlib.Path, destination: pathlib.Path, decoder: De
 
     Adapters of layers that the file joins to one matrix become one of the sum of their ranks, which is the same update.
     """
-    tensors, ranks = {}, {}
-    for module, adapters in _adapters(decoder).items():
-        downs, ups = ([np.asarray(pair[n][...], np.float32).T for pair in adapters] for n in range(2))
-        tensors[f"base_model.model.{module}.lora_A.weight"] = np.ascontiguousarray(np.concatenate(downs))
-        tensors[f"base_model.model.{module}.lora_B.weight"] = _diagonal(ups)
-        ranks[module.rpartition(".")[2]] = rank * len(adapters)
-    destination.mkdir(parents=True, exist_ok=True)
-    write_tensors(destination / "adapter_model.safetensors", tensors)
-    said = {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": str(source),
-        "r": rank,
-        "lora_alpha": alpha,
-        "lora_dropout": 0.0,
-        "bias": "none",
-        "fan_in_fan_out": False,
-        "inference_mode": True,
-        "target_modules": sorted(ranks),
-        "rank_pattern": {name: own for name, own in ranks.items() if own != rank},
-        "alpha_pattern": {name: alpha * own / rank for name, own in ranks.items() if own != rank},
-    }
-    (destination / "adapter_config.json").write_text(json.dumps(said, indent=2) + "\n")
+    pairs = {}
+    for name, adapters in _adapters(decoder).items():
+        downs, ups = ([np.asarray(pair[n][...], np.float32) for pair in adapters] for n in range(2))
+        pairs[name] = np.concatenate(downs, axis=1), _diagonal(ups)
+    checkpoints.save_adapters(destination, pairs, rank=rank, alpha=alpha, base=source)
 
 
 def _adapters(decoder: Decoder) -> dict[str, list[tuple[Any, Any]]]:
-    """The matrices of adapters by the file's modules, in the order in which the file joins what they belong to."""
+    """The matrices of adapters by the file's weights, in the order in which the file joins what they belong to."""
     found: dict[str, dict[int, tuple[Any, Any]]] = {}
     rules = mapping_of(decoder.config).rules
     for path, layer in nnx.iter_modules(decoder):
         if isinstance(layer, jlp.nnx.LoRALinear):
             kernel = ".".join(map(str, (*path, "kernel")))
             place, name = next((hit[0], rule.name_of(kernel)) for rule in rules if (hit := rule.bound(kernel)))
-            module = str(name).removesuffix(".weight")
-            found.setdefault(module, {})[place] = layer.lora.lora_a, layer.lora.lora_b
-    return {module: [pairs[place] for place in sorted(pairs)] for module, pairs in found.items()}
+            found.setdefault(str(name), {})[place] = layer.lora.lora_a, layer.lora.lora_b
+    return {name: [pairs[place] for place in sorted(pairs)] for name, pairs in found.items()}
 
 
 def _diagonal(blocks: list[np.ndarray]) -> np.ndarray:

@@ -46,14 +46,19 @@ def environment(**added):
 
 
 def ask(folders, tokens, generated, place):
-    """[(log-probabilities of each token of the prompt but the first [tokens - 1, vocabulary], greedy tokens)]."""
+    """[(log-probabilities of each token of the prompt but the first [tokens - 1, vocabulary], greedy tokens)].
+
+    `folders`: of models, or pairs of a model's and its adapter's.
+    """
     question, answer = place / "question.json", place / "answer.npz"
-    question.write_text(json.dumps({"folders": list(map(str, folders)), "tokens": tokens, "generated": generated}))
+    bases, adapters = zip(*(f if isinstance(f, tuple) else (f, None) for f in folders), strict=True)
+    said = {"folders": bases, "adapters": adapters, "tokens": tokens, "generated": generated}
+    question.write_text(json.dumps(said, default=str))
     command = [interpreter(), str(PROGRAM), str(question), str(answer)]
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     with np.load(answer) as said:
-        return [(said[f"prompt_{i}"], said[f"greedy_{i}"]) for i in range(len(folders))]
+        return [(said[f"prompt_{i}"], said[f"greedy_{i}"]) for i in range(len(bases))]
 
 
 class Server(LiveServer):

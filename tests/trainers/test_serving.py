@@ -1,0 +1,148 @@
+"""vLLM computes from the folders of the trainers' pages what the trained models compute.
+
+A page's program runs in this environment, which has its trainer, and vLLM in its own: see `live_vllm`.
+"""
+
+import importlib.util
+import json
+
+import jax
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from jaxlowprec import checkpoints
+from tests.helpers import run_python
+from tests.weight_sync.engines import live_vllm, models
+
+pytestmark = pytest.mark.slow
+
+TOKENS = [7 * i % 256 for i in range(48)]
+RUN = """
+import json, pathlib, sys, warnings
+import numpy as np
+from tests.docs.pages import pieces
+warnings.simplefilter("ignore", DeprecationWarning)
+page, code, place = sys.argv[1], sys.argv[2], pathlib.Path(sys.argv[3])
+names = {"__name__": "example"}
+for piece in pieces(page)[int(sys.argv[5]) :]:
+    exec(piece.code, names)
+names |= {"place": place, "tokens": np.array([json.loads(sys.argv[4])]), "own": {}}
+exec(code, names)
+np.savez(place / "logits.npz", **{name: np.asarray(array[0], np.float32) for name, array in names["own"].items()})
+"""
+TUNIX = """
+saved(model, place / "bfloat16")
+saved_adapters(adapted, place / "adapter")
+mask = jnp.ones_like(tokens, bool)
+batch = jnp.asarray(tokens), utils.build_positions_from_mask(mask), None, utils.make_causal_attn_mask(mask)
+own |= {"bfloat16": model(*batch)[0], "bfloat16, adapted": adapted(*batch)[0]}
+"""
+MAXTEXT = """
+def left(name, config, params, *more):
+    save(place / name, params, mapping_for(config, "maxtext"), config, dtype="bfloat16")
+    own[name] = logits(params, tokens, *more)
+
+left("bfloat16", published, params)
+sparse = published | {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "moe_intermediate_size": 256}
+sparse |= {"num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True, "decoder_sparse_step": 1}
+left("experts", sparse, trained(place / "sparse", *experts), *experts)
+"""
+TRAINERS = {"tunix": (TUNIX, 1), "maxtext": (MAXTEXT, 0)}
+"""By name: code to run after the pieces of its page, and how many of these come before the program."""
+BOUNDS = {
+    "bfloat16": 0.1,
+    "experts": 0.1,
+    "bfloat16, adapted": 0.1,
+    "w4a16": 0.1,
+    "w4a16, adapted": 0.1,
+    "fp8_channel": 0.3,
+}
+"""The largest difference of a log-probability, in deviations of all. vLLM 0.32 has half of it."""
+
+
+def merged(folder, adapter, target):
+    """The folder of a model in which the weights of another have taken up an adapter, in float32."""
+    target.mkdir()
+    (target / "config.json").write_text((folder / "config.json").read_text())
+    said = json.loads((adapter / "adapter_config.json").read_text())
+    weights = {name: np.float32(tensor) for name, tensor in load_file(folder / "model.safetensors").items()}
+    halves = load_file(adapter / "adapter_model.safetensors")
+    for name, a in halves.items():
+        module, found, _ = name.removeprefix("base_model.model.").partition(".lora_A.")
+        if found:
+            b = halves[name.replace(".lora_A.", ".lora_B.")]
+            weights[f"{module}.weight"] += said["lora_alpha"] / said["r"] * b @ a
+    save_file(weights, target / "model.safetensors")
+    return target
+
+
+@pytest.fixture(scope="module", params=TRAINERS)
+def trained(request, tmp_path_factory):
+    """(the folder in which the page's program has left folders, the trainer's own log-probabilities by their names)."""
+    if importlib.util.find_spec(request.param) is None:
+        pytest.skip(f"{request.param} is missing")
+    place = tmp_path_factory.mktemp(request.param)
+    code, first = TRAINERS[request.param]
+    run_python("-c", RUN, f"docs/how-to/{request.param}.md", code, str(place), json.dumps(TOKENS), str(first))
+    with np.load(place / "logits.npz") as logits:
+        own = {name: np.asarray(jax.nn.log_softmax(logits[name]))[:-1] for name in logits}
+    return place, own
+
+
+@pytest.fixture(scope="module")
+def folders(trained):
+    """By name: the folder that vLLM serves, or a pair with an adapter; and the one that our decoder reads."""
+    place, own = trained
+    plain, adapter = place / "bfloat16", place / "adapter"
+    made = {"bfloat16": (plain, plain)}
+    for name, options in (("w4a16", {"group_size": 32}), ("fp8_channel", {})):
+        checkpoints.convert(plain, place / name, checkpoints.schemes.by_name(name, **options))
+        made[name] = place / name, place / name
+    if (place / "experts").exists():
+        made["experts"] = place / "experts", place / "experts"
+    if adapter.exists():
+        checkpoints.dequantize(place / "w4a16", place / "decoded")
+        made["bfloat16, adapted"] = (plain, adapter), merged(plain, adapter, place / "merged")
+        made["w4a16, adapted"] = (place / "w4a16", adapter), merged(place / "decoded", adapter, place / "w4a16 merged")
+    return made
+
+
+@pytest.fixture(scope="module")
+def served(folders, tmp_path_factory):
+    """By name: vLLM's log-probabilities."""
+    live_vllm.interpreter()
+    asked = [of_vllm for of_vllm, _ in folders.values()]
+    answers = live_vllm.ask(asked, TOKENS, 1, tmp_path_factory.mktemp("vllm"))
+    return {name: prompt for name, (prompt, _) in zip(folders, answers, strict=True)}
+
+
+def largest_difference(ours, theirs):
+    """In deviations of the log-probabilities."""
+    return np.abs(ours - theirs).max() / ours.std()
+
+
+def decoded(folder, name):
+    """Our decoder's log-probabilities."""
+    return models.log_probabilities(models.decoder(folder), TOKENS, name)[: len(TOKENS) - 1]
+
+
+def test_our_decoder_computes_what_the_trainer_computes(trained, folders):
+    for name, ours in trained[1].items():
+        assert largest_difference(ours, decoded(folders[name][1], name)) < BOUNDS[name], name
+
+
+def test_vllm_computes_what_the_trainer_computes(trained, served):
+    for name, ours in trained[1].items():
+        assert largest_difference(ours, served[name]) < BOUNDS[name], name
+
+
+def test_vllm_computes_what_our_decoder_computes(folders, served):
+    for name, (_, folder) in folders.items():
+        assert largest_difference(decoded(folder, name), served[name]) < BOUNDS[name], name
+
+
+def test_an_adapter_changes_what_vllm_computes(folders, served):
+    for name in folders:
+        if name.endswith(", adapted"):
+            assert largest_difference(served[name], served[name.partition(",")[0]]) > 10 * BOUNDS[name], name
