@@ -90,6 +90,18 @@ class TestFunctions:
         found = jlp.explain(jlp.quantize_matmuls(loss, KEEP), jlp.FROM_CONTEXT, params, TOKENS)
         assert quantised(found) == {"up", "down"}
 
+    def test_a_projection_to_heads_as_wide_as_the_vocabulary_is_no_head(self):
+        """Nothing contracts a value's last axis, and its weight [heads, d, D] is no matrix: D contracts, no axis is kept."""
+        params = {"tok": matrix(D, D), "v": np.stack([matrix(8, D)] * 2), "words": matrix(D, D)}
+
+        def loss(p, tokens):
+            x = p["tok"][tokens]
+            values = jnp.einsum("td,hkd->thk", x, p["v"]).repeat(D // 16, -1).reshape(x.shape)
+            return jax.nn.logsumexp((x + values) @ p["words"], -1).sum()
+
+        found = jlp.explain(jlp.quantize_matmuls(loss, KEEP), jlp.FROM_CONTEXT, params, TOKENS)
+        assert quantised(found) == {"v"}
+
     def test_a_router_of_any_name_is_known_by_its_top_k(self):
         loss, params, one = decoder(CHOICES["top-k of a softmax"], unrolled, ("chooser", "words"))
         found = jlp.explain(jlp.quantize_matmuls(loss, KEEP), jlp.FROM_CONTEXT, params | {"layers": [one]}, TOKENS)

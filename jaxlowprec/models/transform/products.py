@@ -90,6 +90,7 @@ class Product:
         convolution: a convolution, which follows a recipe as a product of patches.
         axis: the axis of the operand that it contracts, -1 or -2, if the operand consists of matrices with the batch
             axes in front; None otherwise.
+        kept: the sizes of the operand's axes that the result has.
     """
 
     weight: Weight
@@ -100,6 +101,7 @@ class Product:
     avoidable: bool = False
     convolution: bool = False
     axis: int | None = None
+    kept: tuple[int, ...] = ()
 
     @property
     def loaded_axis(self) -> int | None:
@@ -128,16 +130,18 @@ def product_of(eqn: Any, weights: list[Weight | None]) -> Product | None:
     else:
         reason = (_why_no_grouped_product if grouped else _why_no_product)(eqn, side, weights)
     shape = eqn.invars[side].aval.shape
-    axis = -2 if grouped else None if convolution else _contracted_axis(eqn, side, len(shape))
-    return Product(weight, side, shape, grouped, reason, avoidable, convolution, None if reason else axis)
+    contracted, axis = ((-2 % len(shape),), -2) if grouped else ((), None)
+    if eqn.primitive.name == "dot_general":
+        contracted, axis = _contracted(eqn, side, len(shape))
+    kept = tuple(n for i, n in enumerate(shape) if i not in contracted)
+    return Product(weight, side, shape, grouped, reason, avoidable, convolution, None if reason else axis, kept)
 
 
-def _contracted_axis(eqn: Any, side: int, ndim: int) -> int | None:
-    """See `Product.axis`."""
-    contract, batch = (axes[side] for axes in eqn.params["dimension_numbers"])
-    if tuple(batch) != tuple(range(ndim - 2)) or len(contract) != 1:
-        return None
-    return contract[0] - ndim
+def _contracted(eqn: Any, side: int, ndim: int) -> tuple[tuple[int, ...], int | None]:
+    """The axes that a `dot_general` contracts, and `Product.axis`."""
+    contract, batch = (tuple(axes[side]) for axes in eqn.params["dimension_numbers"])
+    is_matrix = batch == tuple(range(ndim - 2)) and len(contract) == 1
+    return contract, contract[0] - ndim if is_matrix else None
 
 
 def _why_no_product(eqn: Any, side: int, weights: list[Weight | None]) -> str:

@@ -42,7 +42,7 @@ class Uses:
         leaves = {single.leaf for single in product.weight.singles}
         if leaves & self.chosen:
             return Use.ROUTER
-        if not leaves & self.contracted and vocabulary in _kept_sizes(product):
+        if not leaves & self.contracted and vocabulary in product.kept:
             return Use.HEAD
         return use_of(name, is_normalised=bool(leaves & self.normalised))
 
@@ -93,12 +93,6 @@ class Uses:
             axes = numbers[0][side] if numbers is not None else (1,)  # a product in groups: [T, K] by [E, K, N]
             if tags and eqn.invars[side].aval.ndim - 1 in axes:
                 self.contracted |= {leaf for leaf, _ in tags}
-
-
-def _kept_sizes(product: Product) -> tuple[int, ...]:
-    """The sizes of the parameter's axes that the result has; of all its axes where the contracted one is not known."""
-    shape, axis = product.shape, product.axis
-    return shape if axis is None else tuple(n for i, n in enumerate(shape) if i != len(shape) + axis)
 
 
 def _jaxprs(eqn: Any) -> list[Any]:
