@@ -91,7 +91,7 @@ class TestFunctions:
         assert quantised(found) == {"up", "down"}
 
     def test_a_projection_to_heads_as_wide_as_the_vocabulary_is_no_head(self):
-        """Nothing contracts a value's last axis, and its weight [heads, d, D] is no matrix: D contracts, no axis is kept."""
+        """Nothing contracts the last axis of values; their weight [heads, d, D] is no matrix, but contracts D."""
         params = {"tok": matrix(D, D), "v": np.stack([matrix(8, D)] * 2), "words": matrix(D, D)}
 
         def loss(p, tokens):

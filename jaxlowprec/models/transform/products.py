@@ -130,15 +130,17 @@ def product_of(eqn: Any, weights: list[Weight | None]) -> Product | None:
     else:
         reason = (_why_no_grouped_product if grouped else _why_no_product)(eqn, side, weights)
     shape = eqn.invars[side].aval.shape
-    contracted, axis = ((-2 % len(shape),), -2) if grouped else ((), None)
-    if eqn.primitive.name == "dot_general":
-        contracted, axis = _contracted(eqn, side, len(shape))
+    contracted, axis = _contracted(eqn, side, len(shape))
     kept = tuple(n for i, n in enumerate(shape) if i not in contracted)
     return Product(weight, side, shape, grouped, reason, avoidable, convolution, None if reason else axis, kept)
 
 
 def _contracted(eqn: Any, side: int, ndim: int) -> tuple[tuple[int, ...], int | None]:
-    """The axes that a `dot_general` contracts, and `Product.axis`."""
+    """The axes of the operand that a product contracts, none of a convolution; and `Product.axis`."""
+    if eqn.primitive.name == _CONVOLUTION:
+        return (), None
+    if eqn.primitive.name in _GROUPED:
+        return (ndim - 2,), -2
     contract, batch = (tuple(axes[side]) for axes in eqn.params["dimension_numbers"])
     is_matrix = batch == tuple(range(ndim - 2)) and len(contract) == 1
     return contract, contract[0] - ndim if is_matrix else None
