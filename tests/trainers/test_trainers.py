@@ -10,7 +10,7 @@ from tests.helpers import run_python
 
 PAGE = "docs/how-to/trainers.md"
 PIECES = pieces(PAGE)
-TRAINERS = ("keras", "penzai", "haliax", "levanter")
+TRAINERS = ("keras", "penzai")
 MOST_ADDED = 10
 
 
