@@ -25,8 +25,8 @@ from tests.docs.pages import pieces
 warnings.simplefilter("ignore", DeprecationWarning)
 page, code, place = sys.argv[1], sys.argv[2], pathlib.Path(sys.argv[3])
 names = {"__name__": "example"}
-for piece in pieces(page)[int(sys.argv[5]) :]:
-    exec(piece.code, names)
+for number in json.loads(sys.argv[5]):
+    exec(pieces(page)[number].code, names)
 names |= {"place": place, "tokens": np.array([json.loads(sys.argv[4])]), "own": {}}
 exec(code, names)
 np.savez(place / "logits.npz", **{name: np.asarray(array[0], np.float32) for name, array in names["own"].items()})
@@ -46,10 +46,11 @@ def left(name, config, params, *more):
 left("bfloat16", published, params)
 sparse = published | {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "moe_intermediate_size": 256}
 sparse |= {"num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True, "decoder_sparse_step": 1}
+sparse["rope_theta"] = 1e7  # as that of MaxText's qwen3-30b-a3b
 left("experts", sparse, trained(place / "sparse", *experts), *experts)
 """
-TRAINERS = {"tunix": (TUNIX, 1), "maxtext": (MAXTEXT, 0)}
-"""By name: code to run after the pieces of its page, and how many of these come before the program."""
+TRAINERS = {"tunix": (TUNIX, (1, 3, 6, 7)), "maxtext": (MAXTEXT, (0, 1, 5))}
+"""By name: code to run after pieces of its page, and which these are: the model, LoRA, and folders."""
 BOUNDS = {
     "bfloat16": 0.1,
     "experts": 0.1,
@@ -83,8 +84,9 @@ def trained(request, tmp_path_factory):
     if importlib.util.find_spec(request.param) is None:
         pytest.skip(f"{request.param} is missing")
     place = tmp_path_factory.mktemp(request.param)
-    code, first = TRAINERS[request.param]
-    run_python("-c", RUN, f"docs/how-to/{request.param}.md", code, str(place), json.dumps(TOKENS), str(first))
+    code, numbers = TRAINERS[request.param]
+    page = f"docs/how-to/{request.param}.md"
+    run_python("-c", RUN, page, code, str(place), json.dumps(TOKENS), json.dumps(numbers))
     with np.load(place / "logits.npz") as logits:
         own = {name: np.asarray(jax.nn.log_softmax(logits[name]))[:-1] for name in logits}
     return place, own
