@@ -57,7 +57,7 @@ BOUNDS = {
     "bfloat16, adapted": 0.1,
     "w4a16": 0.1,
     "w4a16, adapted": 0.1,
-    "fp8_channel": 0.3,
+    "fp8_channel": 0.6,
 }
 """The largest difference of a log-probability, in deviations of all. vLLM 0.32 has half of it."""
 
@@ -145,6 +145,8 @@ def test_vllm_computes_what_our_decoder_computes(folders, served):
 
 
 def test_an_adapter_changes_what_vllm_computes(folders, served):
-    for name in folders:
-        if name.endswith(", adapted"):
-            assert largest_difference(served[name], served[name.partition(",")[0]]) > 10 * BOUNDS[name], name
+    adapted = [name for name in folders if name.endswith(", adapted")]
+    if not adapted:
+        pytest.skip("the page has no adapters")
+    for name in adapted:
+        assert largest_difference(served[name], served[name.partition(",")[0]]) > 10 * BOUNDS[name], name
