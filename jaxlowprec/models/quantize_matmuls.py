@@ -21,6 +21,7 @@ from jaxlowprec.models.kernels import layer_name
 from jaxlowprec.models.transform import modules
 from jaxlowprec.models.transform.evaluating import evaluate
 from jaxlowprec.models.transform.parameter_trace import ParameterTrace
+from jaxlowprec.models.transform.repeated import is_abstract
 from jaxlowprec.models.transform.uses import Uses
 from jaxlowprec.models.transform.weights import TracedValue, Weight, arrays_of, is_float, is_loaded
 from jaxlowprec.recipes import silence
@@ -359,7 +360,8 @@ class TracedFunction:
                 for v, w in zip(variables["values"], self._weights, strict=True)
             ]
             jaxpr, states = self._closed.jaxpr, variables.get(key, {})
-            results = evaluate(self.trace, states, jaxpr, self._closed.consts, arguments)
+            in_runs = not needed and any(map(is_abstract, jax.tree.leaves(self._values)))
+            results = evaluate(self.trace, states, jaxpr, self._closed.consts, arguments, in_runs=in_runs)
             return arrays_of(results, jaxpr.outvars)
 
         variables = {"values": self._values} | ({key: {name: given[name] for name in needed}} if needed else {})

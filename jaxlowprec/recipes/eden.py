@@ -9,7 +9,7 @@ from jaxlowprec.arrays.formats import NVFP4, ScaleRule
 from jaxlowprec.arrays.hadamard import Hadamard
 from jaxlowprec.ops.sums.kinds import SumKind
 from jaxlowprec.recipes.fields import Sums, backward_override, check_field, check_one_override, check_sums
-from jaxlowprec.recipes.roles import BackwardOverride, ForwardOverride, Recipe, Role, Roles
+from jaxlowprec.recipes.roles import BackwardOverride, ForwardOverride, Recipe, Role, Roles, for_all_layers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,6 +78,7 @@ class NVFP4Eden(Recipe):
         check_one_override(self)
         check_sums(self)
 
+    @for_all_layers
     def roles(self, module_type: str = "linear", name: str = "") -> Roles:
         """The roles of the table above, for every layer."""
         rows = NVFP4(scale_rule=self.scale_rule)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal
 
 from jaxlowprec.arguments import is_one_of, one_of, shown
@@ -318,6 +319,17 @@ class QParams:
         fmt = dataclasses.replace(fmt, power_of_two=self.power_2_scale, amax_epsilon=self.amax_epsilon)
         rounding: Literal["nearest", "stochastic"] = "stochastic" if self.stochastic_rounding else "nearest"
         return Role(fmt, rounding, Hadamard() if self.random_hadamard_transform else None)
+
+
+def for_all_layers(roles: Callable[..., Roles]) -> Callable[..., Roles]:
+    """The method `roles` of recipes that say the same of all layers: equal recipes are asked once."""
+    asked_once = functools.lru_cache(maxsize=64)(lambda recipe: roles(recipe))
+
+    @functools.wraps(roles)
+    def of_layer(self: Any, module_type: str = "linear", name: str = "") -> Roles:
+        return asked_once(self)
+
+    return of_layer
 
 
 class Recipe:

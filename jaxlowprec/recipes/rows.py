@@ -8,7 +8,7 @@ from typing import Any, Literal
 from jaxlowprec.arrays.row_formats import LEAST_SCALE_SERVED, Float8Rows, Int8Rows
 from jaxlowprec.ops.sums.kinds import SumKind
 from jaxlowprec.recipes.fields import Sums, backward_override, check_field
-from jaxlowprec.recipes.roles import BackwardOverride, Recipe, Role, Roles
+from jaxlowprec.recipes.roles import BackwardOverride, Recipe, Role, Roles, for_all_layers
 from jaxlowprec.recipes.transformer_engine import Fp8Format, check_common, elements_of
 
 Served = Literal["bfloat16", "float16", "float32"]
@@ -57,6 +57,7 @@ class Float8RowScaling(Recipe):
         check_field(self, "high_precision_wgrad", (True, False))
         check_field(self, "served_dtype", SERVED)
 
+    @for_all_layers
     def roles(self, module_type: str = "linear", name: str = "") -> Roles:
         """The roles of the table above, for every layer."""
         forward, gradient = elements_of(self.fp8_format)
@@ -100,6 +101,7 @@ class Int8RowScaling(Recipe):
         check_field(self, "high_precision_wgrad", (True, False))
         check_field(self, "served_dtype", SERVED)
 
+    @for_all_layers
     def roles(self, module_type: str = "linear", name: str = "") -> Roles:
         """The roles of the table of `Float8RowScaling`, for every layer."""
         plain = Role(Int8Rows())

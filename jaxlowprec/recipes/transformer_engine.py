@@ -10,7 +10,16 @@ from jaxlowprec.arrays.formats import MXFP8, NVFP4, Float8, Float8Block, Float8T
 from jaxlowprec.arrays.hadamard import Hadamard
 from jaxlowprec.ops.sums.kinds import SumKind
 from jaxlowprec.recipes.fields import Sums, backward_override, check_field, check_one_override, check_sums, flag
-from jaxlowprec.recipes.roles import BackwardOverride, ForwardOverride, MMParams, QParams, Recipe, Role, Roles
+from jaxlowprec.recipes.roles import (
+    BackwardOverride,
+    ForwardOverride,
+    MMParams,
+    QParams,
+    Recipe,
+    Role,
+    Roles,
+    for_all_layers,
+)
 
 Fp8Format = Literal["E4M3", "HYBRID"]
 FourOverSix = Literal["none", "weights", "activations", "all"]
@@ -123,6 +132,7 @@ class NVFP4BlockScaling(Recipe):
                 "says how fprop quantises its input; leave one of them out"
             )
 
+    @for_all_layers
     def roles(self, module_type: str = "linear", name: str = "") -> Roles:
         """The roles of the table above, for every layer."""
         rotation = None if self.disable_rht else Hadamard()
@@ -172,6 +182,7 @@ class MXFP8BlockScaling(Recipe):
         if not is_one_of(self.margin, (0,)):
             raise ValueError(f"MXFP8BlockScaling: margin={shown(self.margin)}; block scales have no margin: leave it 0")
 
+    @for_all_layers
     def roles(self, module_type: str = "linear", name: str = "") -> Roles:
         """Roles with blocks of 1x32, the same for all layers."""
         forward, gradient = elements_of(self.fp8_format)
@@ -241,6 +252,7 @@ class Float8BlockScaling(Recipe):
     def _quantization(self, role: str) -> QParams:
         return getattr(self, f"fp8_quant_{role}") or QParams(power_2_scale=not self.use_f32_scales)
 
+    @for_all_layers
     def roles(self, module_type: str = "linear", name: str = "") -> Roles:
         """The roles of every layer: they do not depend on its kind or name."""
         forward, gradient = elements_of(self.fp8_format)
@@ -291,6 +303,7 @@ class Float8CurrentScaling(Recipe):
         check_common(self)
         check_field(self, "use_power_2_scales", (True, False))
 
+    @for_all_layers
     def roles(self, module_type: str = "linear", name: str = "") -> Roles:
         """The roles of every layer: they do not depend on its kind or name."""
         forward, gradient = elements_of(self.fp8_format)
@@ -362,6 +375,7 @@ class DelayedScaling(Recipe):
             if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
                 raise ValueError(f"DelayedScaling: {field}={shown(value)}; needs an int from {least} to {most}")
 
+    @for_all_layers
     def roles(self, module_type: str = "linear", name: str = "") -> Roles:
         """The roles of every layer: they do not depend on its kind or name."""
         forward, gradient = elements_of(self.fp8_format)
@@ -380,6 +394,7 @@ class Calibrating(Recipe):
     recipe: DelayedScaling
     backward_override: BackwardOverride = None
 
+    @for_all_layers
     def roles(self, module_type: str = "linear", name: str = "") -> Roles:
         """No roles: nothing is quantised."""
         return Roles(None, None, None)

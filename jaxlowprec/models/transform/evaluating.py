@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from typing import Any
 
 import jax
 from jax.extend.core import DebugInfo, Jaxpr
 
 from jaxlowprec.models.transform import calls
-from jaxlowprec.models.transform.parameter_trace import ParameterTrace
+from jaxlowprec.models.transform.parameter_trace import Flow, ParameterTrace
 from jaxlowprec.models.transform.products import Product, loaded_kernel, multiply
+from jaxlowprec.models.transform.repeated import runs_of
 from jaxlowprec.models.transform.weights import TracedValue, array_of, arrays_of, is_loaded, moved_master
 
 States = Mapping[str, Any]
@@ -20,21 +21,38 @@ _DEBUG_INFO = DebugInfo("quantize_matmuls", "an equation", None, None)
 
 
 def evaluate(
-    trace: ParameterTrace, states: States, jaxpr: Any, constants: Any, arguments: list[TracedValue]
+    trace: ParameterTrace,
+    states: States,
+    jaxpr: Any,
+    constants: Any,
+    arguments: list[TracedValue],
+    *,
+    in_runs: bool = False,
 ) -> list[TracedValue]:
     """The results of an open jaxpr.
 
     Arguments:
         states: the states of delayed scaling, by the layers' names.
+        in_runs: equations that repeat are run together, because JAX may differentiate each one as it is evaluated.
     """
     flow = trace.through(jaxpr, tuple(t.weight for t in arguments))
+    runs = runs_of(jaxpr, flow.steps) if in_runs else {}
+    unread = _unread(jaxpr, flow, arguments)
     known: dict[Any, TracedValue] = dict(zip(jaxpr.constvars, map(TracedValue, constants), strict=True))
     known |= zip(jaxpr.invars, arguments, strict=True)
 
     def read(atom: Any) -> TracedValue:
         return TracedValue(atom.val) if hasattr(atom, "val") else known[atom]
 
+    done = 0  # the equations before this one have been evaluated
     for number, eqn in enumerate(jaxpr.eqns):
+        if (run := runs.get(number)) is not None:
+            with _scope_of(eqn):
+                results = [*map(TracedValue, run.call(*(read(v).value for v in run.inputs)))]
+            known |= zip(run.outputs, results, strict=True)
+            done = number + len(run.eqns)
+        if number < done:
+            continue
         operands = [read(v) for v in eqn.invars]
         step = flow.steps.get(number)
         call = calls.of(eqn)
@@ -54,7 +72,7 @@ def evaluate(
             with _scope_of(eqn):
                 results = call.rebuilt(functools.partial(evaluate, trace, states), operands, step.results)
         else:
-            results = _moved(eqn, operands, step.results)
+            results = _moved(eqn, operands, step.results, unread)
         known |= zip(eqn.outvars, results, strict=True)
     return [read(v) for v in jaxpr.outvars]
 
@@ -65,9 +83,26 @@ def _master(eqn: Any, product: Product, operands: list[TracedValue]) -> Any:
     return loaded_kernel(eqn, product, master) if is_loaded(master) else master
 
 
-def _moved(eqn: Any, operands: list[TracedValue], weights: Any) -> list[TracedValue]:
+def _unread(jaxpr: Any, flow: Flow, arguments: list[TracedValue]) -> set[Any]:
+    """The variables of cast parameters of which only the masters are read, such as a cast before a product."""
+    weights = dict(zip(jaxpr.invars, (t.weight for t in arguments), strict=True))
+    for number, step in flow.steps.items():
+        weights |= zip(jaxpr.eqns[number].outvars, step.results, strict=True)
+    unread = {v for v, weight in weights.items() if weight is not None and weight.has_master and not weight.loaded}
+    unread.difference_update(v for v in jaxpr.outvars if not hasattr(v, "val"))
+    for number, eqn in reversed([*enumerate(jaxpr.eqns)]):
+        product = flow.steps[number].product if number in flow.steps else None
+        if eqn.outvars and unread.issuperset(eqn.outvars) and calls.of(eqn) is None:
+            continue  # its results' masters are made of masters
+        by_master = None if product is None else product.side
+        unread.difference_update(v for i, v in enumerate(eqn.invars) if i != by_master and not hasattr(v, "val"))
+    return unread
+
+
+def _moved(eqn: Any, operands: list[TracedValue], weights: Any, unread: Container[Any]) -> list[TracedValue]:
     """The results of an equation without a changed product, with their masters."""
-    if weights and all(weight is not None and weight.loaded for weight in weights):
+    each = zip(eqn.outvars, weights, strict=True)
+    if weights and all(weight is not None and (weight.loaded or v in unread) for v, weight in each):
         values, results = [t.value for t in operands], [None] * len(weights)
     else:
         values = arrays_of(operands, eqn.invars)
