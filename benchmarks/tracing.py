@@ -278,9 +278,9 @@ def main() -> None:
         for recipe, stages in medians.items():
             text = ", ".join(f"{k} {v:7.2f} ({v / medians['plain'][k]:4.2f}x)" for k, v in stages.items())
             print(f"{name:18} {recipe:6} {text}", flush=True)
-    if options.save:
-        settings = {"layers": options.layers, "rounds": options.rounds}
-        print(timing.save("tracing_1", {"settings": settings, "results": results}))
+        if options.save:  # what there is: a run over all models is long
+            settings = {"layers": options.layers, "rounds": options.rounds}
+            timing.save("tracing_1", {"settings": settings, "results": results})
 
 
 if __name__ == "__main__":

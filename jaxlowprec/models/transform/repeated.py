@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import functools
 import re
 from collections.abc import Callable, Container, Iterator
 from typing import Any
@@ -140,4 +139,8 @@ def _function(eqns: list[Any], inputs: list[Any], outputs: list[Any]) -> Callabl
     unnamed = [eqn.source_info.replace(name_stack=type(eqn.source_info.name_stack)()) for eqn in eqns]
     eqns = [eqn.replace(source_info=source_info) for eqn, source_info in zip(eqns, unnamed, strict=True)]
     jaxpr = Jaxpr((), inputs, outputs, eqns, frozenset(), _DEBUG_INFO)
-    return jax.jit(functools.partial(jax.core.eval_jaxpr, jaxpr, ()), inline=True)
+
+    def repeated(*values: Any) -> list[Any]:
+        return jax.core.eval_jaxpr(jaxpr, (), *values)
+
+    return jax.jit(repeated, inline=True)
