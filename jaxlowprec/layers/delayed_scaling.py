@@ -146,6 +146,8 @@ def _is_changed(leaf: Any, is_scale: bool) -> Any:
 
 # --- one step
 
+_quotient = jax.jit(quotient_by_integers)  # one function of the lowered program, not a hundred lines for each scale
+
 
 def encode_scale(recipe: DelayedScaling, state: State, tensor: str, maximum: float) -> jax.Array:
     """The encode scale of a tensor in this step: maximum * 2^-margin / amax of the history. [], or [E] of experts.
@@ -164,8 +166,8 @@ def encode_scale(recipe: DelayedScaling, state: State, tensor: str, maximum: flo
     intact = intact_state(numbers, says=tensor == "input")
     stored = jnp.where((stored > 0) & jnp.isfinite(stored), stored, 1.0)
     known = (amax > 0) & jnp.isfinite(amax)
-    scale = quotient_by_integers(maximum * 2.0**-recipe.margin, jnp.where(known, amax, 1.0))
-    return intact * jnp.clip(jnp.where(known, scale, quotient_by_integers(1.0, stored)), SMALLEST_SCALE, LARGEST_SCALE)
+    scale = _quotient(maximum * 2.0**-recipe.margin, jnp.where(known, amax, 1.0))
+    return intact * jnp.clip(jnp.where(known, scale, _quotient(1.0, stored)), SMALLEST_SCALE, LARGEST_SCALE)
 
 
 def updated(recipe: DelayedScaling, state: State, tensor: str, maximum: float, amaxes: jax.Array) -> State:
@@ -174,7 +176,7 @@ def updated(recipe: DelayedScaling, state: State, tensor: str, maximum: float, a
     name = f"{tensor}_amax_history"
     amax = _largest(amaxes, state[name])
     history = jnp.roll(_as_float32(state[name]), -1, axis=-1).at[..., 0].set(amax)
-    scale = quotient_by_integers(1.0, encode_scale(recipe, state, tensor, maximum))[..., None]
+    scale = _quotient(1.0, encode_scale(recipe, state, tensor, maximum))[..., None]
     changed = jnp.isnan(scale)
     new = {name: history, f"{tensor}_scale": scale}
     new = {k: jnp.where(changed, _as_float32(state[k]), v) for k, v in new.items()}

@@ -67,3 +67,17 @@ def test_a_call_asks_a_custom_recipe_once_about_each_tensor(shape):
 
     jlp.linear(jnp.ones(shape, jnp.bfloat16), jnp.ones((32, 32)), recipe=jlp.Custom(factory))
     assert sorted(asked) == ["grad_output", "input", "weight"]
+
+
+def test_delayed_scaling_lowers_its_divisions_once():
+    recipe = jlp.DelayedScaling(amax_history_len=16)
+
+    def model(states, w, x):
+        for i, state in enumerate(states):
+            x, _ = jlp.linear(x, w, recipe=recipe, state=state, name=f"layer {i}")
+        return x.astype(jnp.float32).sum()
+
+    states = [jlp.delayed_scaling.init_state(recipe)] * 2
+    arguments = states, jnp.ones((32, 32)), jnp.ones((32, 32), jnp.bfloat16)
+    lowered = jax.jit(jax.grad(model, (0, 1))).lower(*arguments)
+    assert lowered.as_text().count("\n") < 1500
