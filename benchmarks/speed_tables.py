@@ -231,3 +231,21 @@ def gpu() -> str:
         rows.append((c["case"], c["against"], speed_up, "" if c["target"] is None else f"{c['target']}x"))
     e = result["environment"]
     return markdown(rows) + f"\n\nDriver {e['driver']}, {e['cuda']}, {where(result)}"
+
+
+def tracing() -> str:
+    """Seconds to trace and to compile the gradient of models, and the multiples of the plain models' under recipes."""
+    result = load("tracing_1")
+    settings, results = result["settings"], result["results"]
+    recipes = [recipe for recipe in next(iter(results.values())) if recipe != "plain"]
+    names = {"nvfp4": "NVFP4", "mxfp8": "MXFP8"}
+    stages = "trace", "lower", "compile"
+    rows = [
+        ("model", *(f"plain {stage}, s" for stage in stages), *(f"{names[r]} {s}" for r in recipes for s in stages))
+    ]
+    for model, found in results.items():
+        plain = found["plain"]
+        times = [f"{found[r][stage] / plain[stage]:.2f}x" for r in recipes for stage in stages]
+        rows.append((model, *(f"{plain[stage]:.2f}" for stage in stages), *times))
+    rounds = f"{settings['rounds']} rounds" if settings["rounds"] > 1 else "one round"
+    return markdown(rows) + f"\n\n{settings['layers']} layers, {rounds}; {where(result)}"
