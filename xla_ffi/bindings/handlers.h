@@ -39,7 +39,8 @@
   each(grouped_wgrad)          \
   each(grouped_weight_only)    \
   each(weight_only_matmuls)    \
-  each(intact_state)
+  each(intact_state)           \
+  each(random_words)
 // clang-format on
 
 namespace jaxlowprec {

@@ -7,14 +7,16 @@ from __future__ import annotations
 import functools
 import math
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxlowprec import wiring
 from jaxlowprec.arguments import as_array, shown
+from jaxlowprec.ops.checks import choose, without_kernels
 from jaxlowprec.ops.rounding import magnitude_bits
 
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
@@ -76,13 +78,41 @@ def words_at(
         first, second, third: uint32, numbers that tell the results apart; their shapes and that of the keys broadcast.
         stream: one for each purpose, for the same reason.
     """
-    counter = (first, second, third, stream)
-    return _two_words(words, tuple(np.uint32(c) if isinstance(c, int) else c for c in counter))
+    return _two_words(
+        words, *(np.uint32(c) if isinstance(c, int) else c for c in (first, second, third)), stream=stream
+    )
 
 
-@jax.jit
-def _two_words(words: Any, counter: Words) -> jax.Array:
-    return jnp.stack(philox4x32(counter, (words[..., 0], words[..., 1]))[:2], axis=-1)
+@functools.partial(jax.jit, static_argnames="stream")
+def _two_words(words: Any, *counter: Any, stream: int) -> jax.Array:
+    shape = np.broadcast_shapes(words.shape[:-1], *map(np.shape, counter))
+    counter = tuple(jnp.broadcast_to(c, shape) for c in counter)
+    return _words_op(stream)(jnp.broadcast_to(words, (*shape, 2)), *counter)[0]
+
+
+@functools.cache
+def _words_op(stream: int) -> wiring.Op:
+    """Keys [..., 2] and three words of counters [...] -> words [..., 2].
+
+    CPUs have a kernel: XLA would compile the rounds anew for each product that rounds stochastically.
+    """
+
+    def by_reference(words: jax.Array, *counter: jax.Array) -> Sequence[jax.Array]:
+        four = philox4x32((*counter, np.uint32(stream)), (words[..., 0], words[..., 1]))
+        return [jnp.stack(four[:2], axis=-1)]
+
+    def by_kernel(words: jax.Array, *counter: jax.Array) -> Sequence[jax.Array]:
+        results = [jax.ShapeDtypeStruct(words.shape, words.dtype)]
+        return jax.ffi.ffi_call("jaxlowprec_random_words", results)(words, *counter, stream=np.int32(stream))
+
+    return wiring.define(
+        "jaxlowprec_random_words",
+        rule=wiring.ShardingRule("... two, ..., ..., ... -> ... two", whole=("two",)),
+        outputs=lambda words, *_: [(words.shape, jnp.uint32)],
+        reference=by_reference,
+        native=by_kernel,
+        **without_kernels(choose("words_at", None), "words", "cuda"),
+    )
 
 
 class Draws(NamedTuple):
