@@ -100,6 +100,13 @@ def test_steps_of_one_pass_are_those_of_float32(name):
     assert error <= 0.25 and largest <= 2 and abs(ratio) <= 0.1, (error, largest, ratio)
 
 
+@pytest.mark.parametrize(("b2", "longer"), [(0.95, 0.004), (0.999, 0.013)])
+def test_noise_in_second_moments_makes_steps_longer(b2, longer):
+    """The mean of 1 / sqrt(v) is above 1 / sqrt of the mean: how much, along the steps of float32."""
+    u, w, *_ = _run(normal, 600, b2, None, one_pass)
+    assert abs(float((u * w).sum() / (u * u).sum()) - 1 - longer) < 0.004
+
+
 @pytest.mark.parametrize("make", [general, one_pass])
 def test_squares_below_the_range_are_zero_as_in_float32(make):
     """Then a step is the first moment by epsilon, in both."""
