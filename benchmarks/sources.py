@@ -13,12 +13,15 @@ SUFFIXES = ("", ".cc", ".cmake", ".cpp", ".cu", ".cuh", ".h", ".in", ".inc", ".p
 
 
 def commit() -> str:
-    """What git says, or JAXLOWPREC_COMMIT where the sources were copied without their repository."""
+    """What git says, but of results, or JAXLOWPREC_COMMIT where the sources were copied without their repository."""
     if given := os.environ.get("JAXLOWPREC_COMMIT"):
         return given
     try:
-        command = ["git", "describe", "--always", "--dirty"]
-        return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=True).stdout.strip()
+        head = subprocess.run(["git", "describe", "--always"], capture_output=True, text=True, cwd=ROOT, check=True)
+        changed = subprocess.run(
+            ["git", "diff", "--quiet", "HEAD", "--", ".", ":!benchmarks/results"], cwd=ROOT, check=False
+        )
+        return head.stdout.strip() + ("-dirty" if changed.returncode else "")
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
 
