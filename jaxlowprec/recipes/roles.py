@@ -323,7 +323,7 @@ class QParams:
 
 def for_all_layers(roles: Callable[..., Roles]) -> Callable[..., Roles]:
     """The method `roles` of recipes that say the same of all layers: equal recipes are asked once."""
-    asked_once = functools.lru_cache(maxsize=64)(lambda recipe: roles(recipe))
+    asked_once = functools.lru_cache(maxsize=64)(roles)
 
     @functools.wraps(roles)
     def of_layer(self: Any, module_type: str = "linear", name: str = "") -> Roles:
