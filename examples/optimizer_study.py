@@ -66,7 +66,8 @@ def chosen(options: argparse.Namespace) -> Sequence[Part]:
     """The parts that the options ask for: PARTS, or those of their states; or all of an optimizer, b2 or recipe."""
     if not (options.optimizer or options.b2 or options.recipe):
         of = options.states or STATES
-        return [part._replace(states=[name for name in part.states if name in of]) for part in PARTS]
+        parts = [part._replace(states=[name for name in part.states if name in of]) for part in PARTS]
+        return [part for part in parts if part.states]
     groups = itertools.product(options.optimizer or ["adamw"], options.b2 or [B2], options.recipe or ["bf16"])
     return [Part(*group, tuple(options.states or SOUND)) for group in groups]
 
