@@ -1,6 +1,7 @@
-// AdamW and Lion in one pass (numerics.md 19): 32 elements of a row at a time are read, decoded, updated, encoded and
-// written where they were read; nothing else is stored. How moments and weights are kept is known at run time and asked once
-// for 32. Bytes moved per element: with 8-bit moments and remainders of 16 bits, 2 for the gradient of bfloat16 and 12.1
+// AdamW and Lion in one pass (numerics.md 19). A run of at most 512 elements of a row is read and decoded, updated, encoded
+// and written where it was read; between these stages it lies in arrays of float32 that the first cache holds. How moments
+// and weights are kept is known at run time and asked once for each stage, which is a short loop: its constants stay in
+// registers. Bytes moved per element: with 8-bit moments and remainders of 16 bits, 2 for the gradient of bfloat16 and 12.1
 // read and written; with float32 throughout, 28.
 #pragma once
 
@@ -11,31 +12,27 @@ namespace jaxlowprec {
 namespace JLP_ISA {
 
 constexpr int kStateVectors = kStateBlock / kLanes;
+constexpr int kRunBlocks = 16, kRunVectors = kRunBlocks * kStateVectors;
 
-/// 32 elements of a row.
-struct StateBlock {
-  F32 of[kStateVectors];
-};
-
-/// An array's elements of a block: where they are read, and where the new ones go.
-struct BlockOfArray {
+/// An array's elements from one on: where they are read, and where the new ones go.
+struct Place {
   const uint8_t* from = nullptr;
   uint8_t* to = nullptr;
   int read = 0, written = 0;  // bytes of an element; 0: there are none
 
-  BlockOfArray at(int64_t element) const { return {from + element * read, to + element * written, read, written}; }
+  Place at(int64_t element) const { return {from + element * read, to + element * written, read, written}; }
 };
 
 /// The arrays of a problem, from the first element of a matrix.
 struct UpdateArrays {
   enum { kG, kP, kRest, kMu, kNu, kCount };
-  BlockOfArray of[kCount];
+  Place of[kCount];
   const uint8_t* exponents[2];
   uint8_t* new_exponents[2];
 
   UpdateArrays(const OptimizerUpdateProblem& p, int64_t batch) {
     const auto array = [](const void* from, void* to, int read, int written) {
-      return BlockOfArray{static_cast<const uint8_t*>(from), static_cast<uint8_t*>(to), from ? read : 0, to ? written : 0};
+      return Place{static_cast<const uint8_t*>(from), static_cast<uint8_t*>(to), from ? read : 0, to ? written : 0};
     };
     const int weight = p.weight == WeightKind::kFloat32 ? 4 : 2, rest = p.weight == WeightKind::kRest8 ? 1 : 2;
     of[kG] = array(p.g, nullptr, element_bytes(p.g_type), 0);
@@ -48,22 +45,44 @@ struct UpdateArrays {
       exponents[i] = m.codes ? m.exponents + before : nullptr;
       new_exponents[i] = m.codes ? m.new_exponents + before : nullptr;
     }
-    for (BlockOfArray& a : of) a = a.at(batch * p.rows * p.columns);
+    for (Place& a : of) a = a.at(batch * p.rows * p.columns);
   }
 };
 
-// --- 32 elements
+// --- the stages of a run
 
-template <bool kSigned>
-JLP_RULE StateBlock decode_state(const uint8_t* codes, uint32_t exponent) {
-  StateBlock x;
-  JLP_UNROLL(8)
-  for (int i = 0; i < kStateVectors; ++i) x.of[i] = state_decode<kSigned, F32>(load_u8(codes + i * kLanes), exponent);
-  return x;
+/// visit(i) for each vector of so many blocks.
+template <class Visit>
+JLP_RULE void for_vectors(int blocks, Visit visit) {
+  for (int b = 0; b < blocks; ++b) {
+    JLP_UNROLL(8)
+    for (int i = 0; i < kStateVectors; ++i) visit(b * kStateVectors + i);
+  }
 }
 
-/// The low bytes of the lanes.
-JLP_RULE void store_bytes(uint8_t* to, const U32 (&v)[kStateVectors]) {
+/// float32 numbers of a run, perhaps where they are stored.
+struct Numbers {
+  const float* from;
+
+  F32 operator[](int i) const { return load<F32>(from + i * kLanes); }
+};
+JLP_RULE Numbers numbers(const void* from) { return {static_cast<const float*>(from)}; }
+
+JLP_RULE F32 load_bf16(const uint8_t* from, int i) {
+  return BF16::load_lanes(reinterpret_cast<const uint16_t*>(from) + i * kLanes);
+}
+
+template <bool kSigned>
+JLP_RULE void decode_states(const uint8_t* codes, const uint8_t* exponents, int blocks, F32* to) {
+  for (int b = 0; b < blocks; ++b, codes += kStateBlock, to += kStateVectors) {
+    const uint32_t exponent = exponents[b];
+    JLP_UNROLL(8)
+    for (int i = 0; i < kStateVectors; ++i) to[i] = state_decode<kSigned, F32>(load_u8(codes + i * kLanes), exponent);
+  }
+}
+
+/// The low bytes of a block's lanes.
+JLP_RULE void store_bytes(uint8_t* to, const U32* v) {
   if constexpr (kStateVectors % 4 == 0) {
     JLP_UNROLL(2)
     for (int i = 0; i < kStateVectors; i += 4)
@@ -82,44 +101,31 @@ JLP_RULE U32 largest_of_lanes(U32 v) {
   return max_magnitude(v, shuffle<SwapLanes<1>>(v, v));
 }
 
-/// Returns the exponent. `draws`: of the elements; null: to nearest. kOrdinary: see state_rank.
+/// Encodes a block and returns its exponent. `d`: what state_rank takes, of each element. kOrdinary: see there.
 template <bool kSigned, bool kOrdinary>
-JLP_RULE uint8_t encode_state(const StateBlock& x, const uint16_t* draws, uint8_t* codes) {
+JLP_RULE uint8_t encode_states(const F32* x, const U32* d, uint8_t* codes) {
   U32 rank[kStateVectors], most = U32{};
   JLP_UNROLL(8)
   for (int i = 0; i < kStateVectors; ++i) {
-    const U32 d = draws ? state_rounding<F32>(load_u16(draws + i * kLanes)) : fill<F32>(kStateToNearest);
-    rank[i] = state_rank<kSigned, kOrdinary>(x.of[i], d);
+    rank[i] = state_rank<kSigned, kOrdinary>(x[i], d[i]);
     most = max_magnitude(most, rank[i]);
   }
   const U32 exponent = state_exponent<F32>(largest_of_lanes(most));
   JLP_UNROLL(8)
-  for (int i = 0; i < kStateVectors; ++i) rank[i] = state_code<kSigned, kOrdinary>(x.of[i], rank[i], exponent);
+  for (int i = 0; i < kStateVectors; ++i) rank[i] = state_code<kSigned, kOrdinary>(x[i], rank[i], exponent);
   store_bytes(codes, rank);
   return static_cast<uint8_t>(exponent[0]);
 }
 
-JLP_RULE F32 stored(F32 x) { return L::from_bits(stored_bits(x)); }
-
 template <int kBits>
-JLP_RULE StateBlock join_weights(const uint8_t* p, const uint8_t* rest) {
-  StateBlock w;
-  JLP_UNROLL(8)
-  for (int i = 0; i < kStateVectors; ++i) {
+JLP_RULE void join_weights(const uint8_t* p, const uint8_t* rest, int blocks, F32* to) {
+  for_vectors(blocks, [&](int i) {
     const U32 low = kBits == 24 ? load_u8(rest + i * kLanes) : load_u16(rest + 2 * i * kLanes);
-    w.of[i] = master_join<kBits, F32>(load_u16(p + 2 * i * kLanes), low);
-  }
-  return w;
+    to[i] = master_join<kBits, F32>(load_u16(p + 2 * i * kLanes), low);
+  });
 }
 
-template <class E>
-JLP_RULE StateBlock load_block(const uint8_t* from) {
-  StateBlock x;
-  JLP_UNROLL(8)
-  for (int i = 0; i < kStateVectors; ++i)
-    x.of[i] = E::load_lanes(reinterpret_cast<const typename E::Storage*>(from) + i * kLanes);
-  return x;
-}
+JLP_RULE F32 stored(F32 x) { return L::from_bits(stored_bits(x)); }
 
 // --- ordinary numbers, for which a division by a known number is a few multiply-adds, and encoding has no special cases
 
@@ -170,7 +176,7 @@ class KnownDivisor {
 JLP_RULE bool all_at_most(U32, uint32_t) { return false; }
 #endif
 
-/// Quotients of a block's moments.
+/// Quotients of moments.
 template <class Rule>
 struct DirectionOf {
   explicit DirectionOf(const typename Rule::Scalars&) {}
@@ -211,155 +217,182 @@ struct UpdateRows {
 template <class Rule>
 class UpdatePass {
  public:
-  static constexpr int kRun = kLanes * kDrawsOfCall / kStateBlock;  // blocks whose draws come from one vector of calls
-
   UpdatePass(const OptimizerUpdateProblem& given, const UpdateRows& rows, int64_t batch)
       : p(given),
         rows_(rows),
         arrays_(given, batch),
         words_(given.words ? given.words + 4 * batch : nullptr),
         scalars_(load<typename Rule::Scalars>(p.scalars + kUpdateScalars<Rule> * batch)),
-        direction_(scalars_) {}
+        direction_(scalars_) {
+    for (U32& d : to_nearest_) d = fill<F32>(kStateToNearest);
+  }
 
-  /// `count` blocks of a row, at most kRun.
-  void run(int64_t row, int64_t block, int count) {
-    if (words_) draw(row, block, count);
-    BlockOfArray at[UpdateArrays::kCount];
+  /// Blocks of a row from `block` on that make the next run: whole ones, at most `most`, or the part at the row's end.
+  int64_t blocks_of_run(int64_t block, int64_t most) const {
+    const int64_t whole = rows_.columns / kStateBlock - block;
+    return whole > 0 ? std::min({int64_t{kRunBlocks}, whole, most}) : 1;
+  }
+
+  void run(int64_t row, int64_t block, int blocks) {
+    if (words_) draw(row, block, blocks);
+    Place at[UpdateArrays::kCount];
     for (int a = 0; a < UpdateArrays::kCount; ++a) at[a] = arrays_.of[a].at(row * rows_.columns + block * kStateBlock);
-    for (int i = 0; i < count; ++i, ++block) {
-      const int64_t left = rows_.columns - block * kStateBlock;
-      if (left >= kStateBlock)
-        update(at, row * rows_.blocks + block, i * kStateBlock);
-      else
-        update_part(at, static_cast<int>(left), row * rows_.blocks + block, i * kStateBlock);
-      for (BlockOfArray& a : at) a = a.at(kStateBlock);
-    }
+    const int64_t left = rows_.columns - block * kStateBlock;
+    if (left >= kStateBlock)
+      update(at, row * rows_.blocks + block, blocks);
+    else
+      update_part(at, static_cast<int>(left), row * rows_.blocks + block);
   }
 
  private:
-  void draw(int64_t row, int64_t block, int count) {
-    U32 eighths = U32{};
-    for (int i = 0; i < kLanes; ++i)
-      if (i / 4 < count) eighths[i] = p.block_numbers[block + i / 4] * 4 + i % 4;
-    const bool drawn[] = {p.mu.stochastic || p.nu.stochastic, p.weight == WeightKind::kDrawn};
-    JLP_UNROLL(2)
-    for (int which = 0; which < 2; ++which) {
-      if (!drawn[which]) continue;
-      U32 counter[4] = {eighths, fill<F32>(p.row_numbers[row]), fill<F32>(kDrawnHalves), U32{}};
-      philox(counter, words_[2 * which], words_[2 * which + 1]);
-      store_in_turns(draws_[which], counter);
+  void draw(int64_t row, int64_t block, int blocks) {
+    typedef uint32_t Four __attribute__((vector_size(16)));
+    alignas(64) Four eighths[kRunBlocks] = {};  // of each block
+    for (int b = 0; b < blocks; ++b) eighths[b] = p.block_numbers[block + b] * 4 + Four{0, 1, 2, 3};
+    alignas(64) uint16_t draws[kRunBlocks * kStateBlock];
+    const auto draw_of = [&](int which, uint16_t* to) {
+      for (int i = 0; i < 4 * blocks; i += kLanes) {
+        U32 counter[4] = {load<U32>(eighths + i / 4), fill<F32>(p.row_numbers[row]), fill<F32>(kDrawnHalves), U32{}};
+        philox(counter, words_[2 * which], words_[2 * which + 1]);
+        store_in_turns(to + kDrawsOfCall * i, counter);
+      }
+    };
+    if (p.mu.stochastic || p.nu.stochastic) {
+      draw_of(0, draws);
+      for_vectors(blocks, [&](int i) { drawn_[i] = state_rounding<F32>(load_u16(draws + i * kLanes)); });
     }
+    if (p.weight == WeightKind::kDrawn) draw_of(1, weight_draws_);
   }
 
   /// A row's last block, of fewer elements: the others are zeros, whose codes change no exponent.
-  __attribute__((noinline)) void update_part(const BlockOfArray (&at)[UpdateArrays::kCount], int count, int64_t block,
-                                             int drawn) {
-    alignas(64) uint8_t padded[UpdateArrays::kCount][4 * kStateBlock] = {};
-    BlockOfArray whole[UpdateArrays::kCount];
+  __attribute__((noinline)) void update_part(const Place (&at)[UpdateArrays::kCount], int count, int64_t block) {
+    alignas(64) uint8_t from[UpdateArrays::kCount][4 * kStateBlock] = {}, to[UpdateArrays::kCount][4 * kStateBlock];
+    Place whole[UpdateArrays::kCount];
     for (int a = 0; a < UpdateArrays::kCount; ++a) {
-      if (at[a].read) memcpy(padded[a], at[a].from, count * at[a].read);
-      whole[a] = {padded[a], padded[a], at[a].read, at[a].written};
+      if (at[a].read) memcpy(from[a], at[a].from, count * at[a].read);
+      whole[a] = {from[a], to[a], at[a].read, at[a].written};
     }
-    update(whole, block, drawn);
+    update(whole, block, 1);
     for (int a = 0; a < UpdateArrays::kCount; ++a)
-      if (at[a].written) memcpy(at[a].to, padded[a], count * at[a].written);
+      if (at[a].written) memcpy(at[a].to, to[a], count * at[a].written);
   }
 
-  /// A block's elements; `block` is its number in the matrix, and `drawn` where its draws begin.
-  __attribute__((always_inline)) void update(const BlockOfArray (&at)[UpdateArrays::kCount], int64_t block, int drawn) {
-    const StateBlock g = p.g_type == ElementType::kBF16 ? load_block<BF16>(at[UpdateArrays::kG].from)
-                                                        : load_block<Float>(at[UpdateArrays::kG].from);
-    const StateBlock old = load_weights(at);
-    StateBlock m = load_moment<true>(at[UpdateArrays::kMu].from, block), v;
-    if constexpr (Rule::kHasNu) v = load_moment<false>(at[UpdateArrays::kNu].from, block);
-    U32 above = U32{};  // the largest distance from kOrdinaryFrom; that of smaller and of negative numbers is huge
-    JLP_UNROLL(8)
-    for (int i = 0; i < kStateVectors; ++i) {
-      const UpdateStep<F32> step = Rule::template moments<F32>(g.of[i], m.of[i], Rule::kHasNu ? v.of[i] : F32{}, scalars_);
-      m.of[i] = step.m, v.of[i] = step.v;
-      const U32 of_m = magnitude(step.m) - kOrdinaryFrom, of_v = L::bits(step.v) - kOrdinaryFrom;
-      const U32 both = Rule::kHasNu ? (of_m > of_v ? of_m : of_v) : of_m;
-      above = above > both ? above : both;
-    }
-    if (direction_.serves && all_at_most(above, kOrdinarySpan))
-      finish<true>(at, m, v, old, block, drawn);
+  /// `block`: the first one's number in the matrix.
+  void update(const Place (&at)[UpdateArrays::kCount], int64_t block, int blocks) {
+    load_gradients(at[UpdateArrays::kG].from, blocks);
+    load_weights(at, blocks);
+    const Numbers m = load_moment<true>(at[UpdateArrays::kMu].from, block, blocks, m_);
+    const Numbers v = Rule::kHasNu ? load_moment<false>(at[UpdateArrays::kNu].from, block, blocks, v_) : m;
+    if (step(m, v, blocks) && direction_.serves)
+      finish<true>(at, block, blocks);
     else
-      finish<false>(at, m, v, old, block, drawn);
+      finish<false>(at, block, blocks);
   }
 
-  template <bool kOrdinary>
-  __attribute__((always_inline)) void finish(const BlockOfArray (&at)[UpdateArrays::kCount], const StateBlock& m,
-                                             const StateBlock& v, const StateBlock& old, int64_t block, int drawn) {
-    StateBlock change;
-    JLP_UNROLL(8)
-    for (int i = 0; i < kStateVectors; ++i)
-      change.of[i] = update_along<F32>(direction_.template of<kOrdinary>(m.of[i], v.of[i], scalars_), old.of[i], scalars_);
-    store_weights(at, old, change, draws_[1] + drawn);
-    store_moment<true, kOrdinary>(p.mu, m, at[UpdateArrays::kMu].to, block, draws_[0] + drawn);
-    if constexpr (Rule::kHasNu) store_moment<false, kOrdinary>(p.nu, v, at[UpdateArrays::kNu].to, block, draws_[0] + drawn);
+  void load_gradients(const uint8_t* from, int blocks) {
+    g_ = numbers(p.g_type == ElementType::kF32 ? static_cast<const void*>(from) : gradient_);
+    if (p.g_type == ElementType::kBF16) for_vectors(blocks, [&](int i) { gradient_[i] = load_bf16(from, i); });
   }
 
   template <bool kSigned>
-  StateBlock load_moment(const uint8_t* from, int64_t block) const {
+  Numbers load_moment(const uint8_t* from, int64_t block, int blocks, F32* decoded) const {
     const uint8_t* exponents = arrays_.exponents[!kSigned];
-    return exponents ? decode_state<kSigned>(from, exponents[block]) : load_block<Float>(from);
-  }
-  template <bool kSigned, bool kOrdinary>
-  void store_moment(const MomentState& moment, const StateBlock& x, uint8_t* to, int64_t block, const uint16_t* draws) {
-    if (uint8_t* exponents = arrays_.new_exponents[!kSigned]) {
-      exponents[block] = encode_state<kSigned, kOrdinary>(x, moment.stochastic ? draws : nullptr, to);
-      return;
-    }
-    for (int i = 0; i < kStateVectors; ++i) store(to + 4 * i * kLanes, stored(x.of[i]));
+    if (!exponents) return numbers(from);
+    decode_states<kSigned>(from, exponents + block, blocks, decoded);
+    return numbers(decoded);
   }
 
-  StateBlock load_weights(const BlockOfArray (&at)[UpdateArrays::kCount]) const {
+  void load_weights(const Place (&at)[UpdateArrays::kCount], int blocks) {
     const uint8_t *from = at[UpdateArrays::kP].from, *rest = at[UpdateArrays::kRest].from;
+    old_ = numbers(p.weight == WeightKind::kFloat32 ? static_cast<const void*>(from) : weight_);
     switch (p.weight) {
-      case WeightKind::kFloat32: return load_block<Float>(from);
-      case WeightKind::kRest16: return join_weights<32>(from, rest);
-      case WeightKind::kRest8: return join_weights<24>(from, rest);
-      default: return load_block<BF16>(from);
+      case WeightKind::kFloat32: return;
+      case WeightKind::kRest16: return join_weights<32>(from, rest, blocks, weight_);
+      case WeightKind::kRest8: return join_weights<24>(from, rest, blocks, weight_);
+      default: return for_vectors(blocks, [&](int i) { weight_[i] = load_bf16(from, i); });
     }
   }
 
-  /// The weight that is changed, or its change.
-  void store_weights(const BlockOfArray (&at)[UpdateArrays::kCount], const StateBlock& old, const StateBlock& change,
-                     const uint16_t* draws) {
-    const BlockOfArray& to = at[UpdateArrays::kP];
-    if (p.weight == WeightKind::kFloat32) {
-      for (int i = 0; i < kStateVectors; ++i)
-        store(to.to + 4 * i * kLanes, stored(p.update ? change.of[i] : old.of[i] + change.of[i]));
+  /// Makes the new moments. Returns whether all of them are ordinary.
+  bool step(Numbers m, Numbers v, int blocks) {
+    const Numbers g = g_;  // copied, as all that loops read: a store of bytes could change the member
+    const typename Rule::Scalars s = scalars_;
+    U32 above = U32{};  // the largest distance from kOrdinaryFrom; that of smaller and of negative numbers is huge
+    for_vectors(blocks, [&](int i) {
+      const UpdateStep<F32> step = Rule::template moments<F32>(g[i], m[i], Rule::kHasNu ? v[i] : F32{}, s);
+      m_[i] = step.m, v_[i] = step.v;
+      const U32 of_m = magnitude(step.m) - kOrdinaryFrom, of_v = L::bits(step.v) - kOrdinaryFrom;
+      const U32 both = Rule::kHasNu ? (of_m > of_v ? of_m : of_v) : of_m;
+      above = above > both ? above : both;
+    });
+    return all_at_most(above, kOrdinarySpan);
+  }
+
+  template <bool kOrdinary>
+  void finish(const Place (&at)[UpdateArrays::kCount], int64_t block, int blocks) {
+    const typename Rule::Scalars s = scalars_;
+    const DirectionOf<Rule> direction = direction_;
+    const Numbers old = old_;
+    for (int b = 0; b < blocks; ++b) {  // divisions take long: codes are made at the same time
+      const int first = b * kStateVectors;
+      JLP_UNROLL(8)
+      for (int i = first; i < first + kStateVectors; ++i)
+        change_[i] = update_along<F32>(direction.template of<kOrdinary>(m_[i], v_[i], s), old[i], s);
+      store_moment<true, kOrdinary>(p.mu, at[UpdateArrays::kMu], m_ + first, first, block + b);
+      if constexpr (Rule::kHasNu) store_moment<false, kOrdinary>(p.nu, at[UpdateArrays::kNu], v_ + first, first, block + b);
+    }
+    store_weights(at, blocks);
+  }
+
+  /// Of the block that begins with so many vectors.
+  template <bool kSigned, bool kOrdinary>
+  void store_moment(const MomentState& moment, const Place& at, const F32* x, int first, int64_t block) {
+    uint8_t* to = at.to + first * kLanes * at.written;
+    if (uint8_t* exponents = arrays_.new_exponents[!kSigned]) {
+      exponents[block] = encode_states<kSigned, kOrdinary>(x, moment.stochastic ? drawn_ + first : to_nearest_, to);
       return;
     }
-    U32 upper[kStateVectors], rest[kStateVectors];
-    const auto each = [&](auto part) {
-      JLP_UNROLL(8)
-      for (int i = 0; i < kStateVectors; ++i) {
-        const MasterParts<F32> parts = part(old.of[i] + change.of[i], i);
-        upper[i] = parts.parameter, rest[i] = parts.rest;
-      }
+    JLP_UNROLL(8)
+    for (int i = 0; i < kStateVectors; ++i) store(to + 4 * i * kLanes, stored(x[i]));
+  }
+
+  /// The weights that are changed, or their changes.
+  void store_weights(const Place (&at)[UpdateArrays::kCount], int blocks) {
+    const uint8_t* from = at[UpdateArrays::kP].from;
+    uint8_t *to = at[UpdateArrays::kP].to, *rest = at[UpdateArrays::kRest].to;
+    const bool is_update = p.update;
+    const Numbers old = old_;
+    if (p.weight == WeightKind::kFloat32)
+      return for_vectors(blocks,
+                         [&](int i) { store(to + 4 * i * kLanes, stored(is_update ? change_[i] : old[i] + change_[i])); });
+    const auto each = [&](auto upper_of) {  // bfloat16
+      if (is_update)
+        for_vectors(blocks, [&](int i) {
+          const F32 now = bf16_decode<F32>(upper_of(old[i] + change_[i], i));
+          store(to + 4 * i * kLanes, stored(now - load_bf16(from, i)));
+        });
+      else
+        for_vectors(blocks, [&](int i) { store_u16(to + 2 * i * kLanes, upper_of(old[i] + change_[i], i)); });
     };
     switch (p.weight) {
       case WeightKind::kRest16:
-        each([](F32 w, int) { return master_split<32>(w); });
-        for (int i = 0; i < kStateVectors; ++i) store_u16(at[UpdateArrays::kRest].to + 2 * i * kLanes, rest[i]);
-        break;
+        return each([&](F32 w, int i) {
+          const MasterParts<F32> parts = master_split<32>(w);
+          store_u16(rest + 2 * i * kLanes, parts.rest);
+          return parts.parameter;
+        });
       case WeightKind::kRest8:
-        each([](F32 w, int) { return master_split<24>(w); });
-        store_bytes(at[UpdateArrays::kRest].to, rest);
-        break;
+        each([&](F32 w, int i) {
+          const MasterParts<F32> parts = master_split<24>(w);
+          rest_[i] = parts.rest;
+          return parts.parameter;
+        });
+        for (int b = 0; b < blocks; ++b) store_bytes(rest + b * kStateBlock, rest_ + b * kStateVectors);
+        return;
       case WeightKind::kDrawn:
-        each([&](F32 w, int i) { return MasterParts<F32>{master_drawn(w, load_u16(draws + i * kLanes)), U32{}}; });
-        break;
-      default: each([](F32 w, int) { return MasterParts<F32>{master_nearest(w), U32{}}; });
+        return each([&](F32 w, int i) { return master_drawn(w, load_u16(weight_draws_ + i * kLanes)); });
+      default: return each([&](F32 w, int) { return master_nearest(w); });
     }
-    if (!p.update) {
-      for (int i = 0; i < kStateVectors; ++i) store_u16(to.to + 2 * i * kLanes, upper[i]);
-      return;
-    }
-    const StateBlock before = load_block<BF16>(to.from);
-    for (int i = 0; i < kStateVectors; ++i) store(to.to + 4 * i * kLanes, stored(bf16_decode<F32>(upper[i]) - before.of[i]));
   }
 
   const OptimizerUpdateProblem& p;
@@ -368,7 +401,10 @@ class UpdatePass {
   const uint32_t* words_;
   const typename Rule::Scalars scalars_;
   const DirectionOf<Rule> direction_;
-  alignas(64) uint16_t draws_[2][kRun * kStateBlock];
+  Numbers g_, old_;  // gradients and weights of the run
+  F32 gradient_[kRunVectors], weight_[kRunVectors], m_[kRunVectors], v_[kRunVectors], change_[kRunVectors];
+  U32 drawn_[kRunVectors], rest_[kRunVectors], to_nearest_[kStateVectors];
+  alignas(64) uint16_t weight_draws_[kRunBlocks * kStateBlock];
 };
 
 template <class Rule>
@@ -384,7 +420,7 @@ struct OptimizerUpdate {
     const int64_t last = std::min(first + blocks_of_chunk(p), rows.blocks_of_matrix);
     int64_t row = first / rows.blocks, block = first % rows.blocks;
     for (int64_t at = first; at < last;) {
-      const int64_t count = std::min({int64_t{UpdatePass<Rule>::kRun}, rows.blocks - block, last - at});
+      const int64_t count = pass.blocks_of_run(block, last - at);
       pass.run(row, block, static_cast<int>(count));
       at += count, block += count;
       if (block == rows.blocks) block = 0, ++row;
