@@ -1,10 +1,10 @@
 """Time to trace and to compile the gradient of models under a recipe, as multiples of the plain models' times.
 
-    python benchmarks/tracing.py [MODEL ...] [--layers 24] [--rounds 5] [--recipe nvfp4 --profile trace] [--save]
+    python benchmarks/tracing.py [MODEL ...] [--layers 24] [--rounds 5] [--recipe nvfp4 --profile trace] [--save [NAME]]
 
-A model is made once in plain JAX or Flax and once quantised by the documented line. Both sides run in turn with cleared
-caches, and times are the processor's for this process: other processes do not count. A model that needs a package which
-is not installed is left out.
+A model is made once as it is and once quantised by the documented line: here in plain JAX, Flax and Equinox, and those
+of trainer_models.py. Both sides run in turn with cleared caches, and times are the processor's for this process: other
+processes do not count. A model that needs a package which is not installed is left out.
 """
 
 from __future__ import annotations
@@ -22,20 +22,22 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import timing
+import trainer_models
 from flax import linen as nn
 from flax import nnx
+from trainer_models import Side, transformed
 
 import jaxlowprec as jlp
 
 RECIPES = {"nvfp4": jlp.NVFP4BlockScaling(), "mxfp8": jlp.MXFP8BlockScaling()}
 WIDTH, HIDDEN, HEADS, TOKENS, EXPERTS = 128, 256, 4, 64, 4
+CALLS = 5
 SHAPES = {name: (WIDTH, WIDTH) for name in ("query", "key", "value", "out")}
 SHAPES |= {name: (WIDTH, HIDDEN) for name in ("gate", "up")} | {"down": (HIDDEN, WIDTH)}
 
 Product = Callable[[str, jax.Array], jax.Array]
 """(the name of a linear layer, x [T, K]) -> [T, N]."""
-Side = tuple[Callable[..., jax.Array], Any]
-"""(parameters, x) -> the loss, and the parameters."""
+X = jnp.zeros((TOKENS, WIDTH), jnp.bfloat16)
 
 
 def normed(x: jax.Array) -> jax.Array:
@@ -75,11 +77,6 @@ def zeros(shapes: dict[str, tuple[int, ...]], *stack: int) -> dict[str, jax.Arra
     return {name: jnp.zeros((*stack, *shape)) for name, shape in shapes.items()}
 
 
-def transformed(loss: Callable[..., jax.Array], params: Any, rules: Any) -> Side:
-    """A function, with its products under the rules if there are some."""
-    return (loss if rules is None else jlp.quantize_matmuls(loss, rules)), params
-
-
 def plain(layers: int, recipe: Any) -> Side:
     """Unrolled layers in plain JAX."""
 
@@ -88,7 +85,7 @@ def plain(layers: int, recipe: Any) -> Side:
             x = block(x, by(weights))
         return squares(x)
 
-    return transformed(loss, {f"layer_{i}": zeros(SHAPES) for i in range(layers)}, recipe)
+    return transformed(loss, recipe), {f"layer_{i}": zeros(SHAPES) for i in range(layers)}, X
 
 
 def scanned(layers: int, recipe: Any) -> Side:
@@ -98,7 +95,7 @@ def scanned(layers: int, recipe: Any) -> Side:
         return squares(jax.lax.scan(lambda x, weights: (block(x, by(weights)), None), x, params["layers"])[0])
 
     rules = recipe and jlp.PerLayer.keep_ends(recipe, first=1, last=1, block="layers")
-    return transformed(loss, {"layers": zeros(SHAPES, layers)}, rules)
+    return transformed(loss, rules), {"layers": zeros(SHAPES, layers)}, X
 
 
 def lstm(layers: int, recipe: Any) -> Side:
@@ -118,7 +115,7 @@ def lstm(layers: int, recipe: Any) -> Side:
         return squares(x)
 
     shapes = {name: (WIDTH, 4 * WIDTH) for name in ("inputs", "state")}
-    return transformed(loss, {f"lstm_{i}": zeros(shapes) for i in range(max(layers // 6, 1))}, recipe)
+    return transformed(loss, recipe), {f"lstm_{i}": zeros(shapes) for i in range(max(layers // 6, 1))}, X
 
 
 def experts(layers: int, recipe: Any) -> Side:
@@ -140,7 +137,7 @@ def experts(layers: int, recipe: Any) -> Side:
 
     shapes = {name: (EXPERTS, *shape) if name in ("gate", "up", "down") else shape for name, shape in SHAPES.items()}
     shapes |= {"router": (WIDTH, EXPERTS)}
-    return transformed(loss, {f"layer_{i}": zeros(shapes) for i in range(layers)}, recipe)
+    return transformed(loss, recipe), {f"layer_{i}": zeros(shapes) for i in range(layers)}, X
 
 
 class NNXBlock(nnx.Module):
@@ -165,7 +162,7 @@ def flax_nnx(layers: int, recipe: Any) -> Side:
             x = layer(x)
         return squares(x)
 
-    return loss, params
+    return loss, params, X
 
 
 class LinenModel(nn.Module):
@@ -189,7 +186,7 @@ def flax_linen(layers: int, recipe: Any) -> Side:
     model: Any = LinenModel(layers)
     model = model if recipe is None else jlp.linen.convert(model, recipe)
     params = {f"layer_{i}_{name}": {"kernel": jnp.zeros(s)} for i in range(layers) for name, s in SHAPES.items()}
-    return model.apply, {"params": params}
+    return model.apply, {"params": params}, X
 
 
 def equinox(layers: int, recipe: Any) -> Side:
@@ -208,24 +205,24 @@ def equinox(layers: int, recipe: Any) -> Side:
             x = block(x, lambda name, x, layer=layer: jax.vmap(layer[name])(x).astype(x.dtype))
         return squares(x)
 
-    return transformed(loss, params, recipe)
+    return transformed(loss, recipe), params, X
 
 
-MODELS = {
-    "plain JAX": plain,
-    "Flax NNX": flax_nnx,
-    "Flax Linen": flax_linen,
-    "Equinox": equinox,
-    "experts": experts,
-    "scan, `keep_ends`": scanned,
-    "LSTM": lstm,
+MODELS: dict[str, tuple[str, Callable[[int, Any], Side]]] = {  # the package that each needs
+    "plain JAX": ("jax", plain),
+    "Flax NNX": ("flax", flax_nnx),
+    "Flax Linen": ("flax", flax_linen),
+    "Equinox": ("equinox", equinox),
+    "experts": ("jax", experts),
+    "scan, `keep_ends`": ("jax", scanned),
+    "LSTM": ("jax", lstm),
+    **trainer_models.MODELS,
 }
 
 
 def measured(make: Callable[[], Side], profile: str | None = None) -> dict[str, float]:
-    """Seconds of the processor to trace, to lower and to compile the gradient, and lines of the lowered program."""
-    loss, params = make()
-    x = jax.ShapeDtypeStruct((TOKENS, WIDTH), jnp.bfloat16)
+    """Seconds of the processor to trace, lower, compile and call the gradient, and lines of the lowered program."""
+    loss, params, batch = make()
     found: dict[str, float] = {}
 
     def timed(stage: str, call: Callable[[], Any]) -> Any:
@@ -239,10 +236,13 @@ def measured(make: Callable[[], Side], profile: str | None = None) -> dict[str, 
         return result
 
     jax.clear_caches()
-    traced = timed("trace", lambda: jax.jit(jax.grad(loss)).trace(params, x))
+    traced = timed("trace", lambda: jax.jit(jax.grad(loss)).trace(params, batch))
     lowered = timed("lower", traced.lower)
     found["lines"] = lowered.as_text().count("\n")
-    timed("compile", lowered.compile)
+    step = timed("compile", lowered.compile)
+    jax.block_until_ready(step(params, batch))
+    timed("call", lambda: jax.block_until_ready([step(params, batch) for _ in range(CALLS)]))
+    found["call"] /= CALLS
     return found
 
 
@@ -254,33 +254,36 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--recipe", choices=RECIPES, help="default: all")
     parser.add_argument("--profile", choices=("trace", "lower", "compile"), help="prints where this stage's time goes")
-    parser.add_argument("--save", action="store_true", help="writes benchmarks/results/tracing_1.json")
+    parser.add_argument(
+        "--save", nargs="?", const="tracing_1", metavar="NAME", help="writes benchmarks/results/NAME.json"
+    )
     options = parser.parse_args()
     jax.config.update("jax_enable_compilation_cache", False)
     recipes = {None: None} | {k: v for k, v in RECIPES.items() if options.recipe in (None, k)}
     results = {}
     for name in options.models or MODELS:
-        if name == "Equinox" and importlib.util.find_spec("equinox") is None:
-            print("Equinox: not installed", flush=True)
+        package, make = MODELS[name]
+        if importlib.util.find_spec(package) is None:
+            print(f"{name}: {package} is not installed", flush=True)
             continue
-        sides = {recipe: functools.partial(MODELS[name], options.layers, rules) for recipe, rules in recipes.items()}
+        sides = {recipe: functools.partial(make, options.layers, rules) for recipe, rules in recipes.items()}
         for rules in recipes.values():
-            measured(functools.partial(MODELS[name], 1, rules))  # the first call loads modules
+            measured(functools.partial(make, 1, rules))  # the first call loads modules
         found: dict[Any, list[dict[str, float]]] = {recipe: [] for recipe in sides}
         for _ in range(options.rounds):
-            for recipe, make in sides.items():
-                found[recipe].append(measured(make, options.profile))
+            for recipe, side in sides.items():
+                found[recipe].append(measured(side, options.profile))
         medians = {
             recipe or "plain": {stage: statistics.median(run[stage] for run in runs) for stage in runs[0]}
             for recipe, runs in found.items()
         }
         results[name] = medians
         for recipe, stages in medians.items():
-            text = ", ".join(f"{k} {v:7.2f} ({v / medians['plain'][k]:4.2f}x)" for k, v in stages.items())
+            text = ", ".join(f"{k} {v:8.3f} ({v / medians['plain'][k]:4.2f}x)" for k, v in stages.items())
             print(f"{name:18} {recipe:6} {text}", flush=True)
         if options.save:  # what there is: a run over all models is long
             settings = {"layers": options.layers, "rounds": options.rounds}
-            timing.save("tracing_1", {"settings": settings, "results": results})
+            timing.save(options.save, {"settings": settings, "results": results})
 
 
 if __name__ == "__main__":
