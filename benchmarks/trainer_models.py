@@ -129,10 +129,67 @@ def gemma(layers: int, recipe: Any) -> Side:
     return transformed(loss, recipe and rules_of(recipe, "layer_{}", layers)), params, tokens()
 
 
+def keras(layers: int, recipe: Any) -> Side:
+    """Attention and MLPs under Keras' own loss."""
+    os.environ["KERAS_BACKEND"] = "jax"
+    import keras
+
+    class Block(keras.layers.Layer):
+        def __init__(self, **options: Any):
+            super().__init__(**options)
+            self.attention = keras.layers.MultiHeadAttention(4, WIDTH // 4, name="attention")
+            self.norm = keras.layers.LayerNormalization(name="norm")
+            self.up = keras.layers.Dense(2 * WIDTH, activation="gelu", name="up")
+            self.down = keras.layers.Dense(WIDTH, name="down")
+
+        def call(self, x: Any) -> Any:
+            x = x + self.attention(x, x, use_causal_mask=True)
+            return x + self.down(self.up(self.norm(x)))
+
+    keras.config.set_dtype_policy("mixed_bfloat16")
+    parts = [keras.Input((TOKENS,), dtype="int32"), keras.layers.Embedding(WORDS, WIDTH, name="embed")]
+    parts += [Block(name=f"block_{i}") for i in range(layers)]
+    model = keras.Sequential([*parts, keras.layers.Dense(WORDS, name="head")])
+    model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    of_keras = model.compute_loss_and_updates
+    if recipe is not None:
+        names = [v.path for v in model.trainable_variables]
+        of_keras = jlp.quantize_matmuls(of_keras, rules_of(recipe, "block_{}", layers), names=names)
+    groups = model.trainable_variables, model.non_trainable_variables, model.metrics_variables
+    params, *rest = ([v.value for v in group] for group in groups)
+    return lambda params, batch: of_keras(params, *rest, batch, batch, None)[0], params, tokens()
+
+
+def penzai(layers: int, recipe: Any) -> Side:
+    """A model like Llama."""
+    import optax
+    from penzai import pz
+    from penzai.models.transformer.variants import llamalike_common
+
+    sizes = {"embedding_dim": WIDTH, "projection_dim": 32, "mlp_hidden_dim": 2 * WIDTH, "vocab_size": WORDS}
+    heads = {"num_kv_heads": 2, "query_head_multiplier": 2}
+    config = llamalike_common.LlamalikeTransformerConfig(
+        **sizes, **heads, num_decoder_blocks=layers, mlp_variant="swiglu", tie_embedder_and_logits=False
+    )
+    frozen = pz.freeze_params(llamalike_common.build_llamalike_transformer(config, init_base_rng=jax.random.key(0)))
+    leaves = jax.tree.leaves(frozen, is_leaf=lambda leaf: isinstance(leaf, pz.ParameterValue))
+    names = [getattr(leaf, "label", "a constant").rpartition(".")[0] or "a constant" for leaf in leaves]
+
+    def loss(model: Any, batch: Any) -> jax.Array:
+        logits = model(pz.nx.wrap(batch).tag("batch", "seq")).unwrap("batch", "seq", "vocabulary")
+        return optax.softmax_cross_entropy_with_integer_labels(logits, batch).mean()
+
+    if recipe is not None:
+        loss = jlp.quantize_matmuls(loss, rules_of(recipe, "block_{}", layers), names=names)
+    return loss, frozen, tokens()
+
+
 MODELS: dict[str, tuple[str, Callable[[int, Any], Side]]] = {  # the package that each needs
     "tunix": ("tunix", tunix),
     "MaxText, scanned": ("maxtext", functools.partial(maxtext, scan=True)),
     "MaxText, unrolled": ("maxtext", functools.partial(maxtext, scan=False)),
     "Levanter": ("levanter", levanter),
     "gemma": ("gemma", gemma),
+    "Keras": ("keras", keras),
+    "Penzai": ("penzai", penzai),
 }
