@@ -1,4 +1,6 @@
-"""Equations that equal layers repeat are differentiated once, and the program is the one that they make one by one."""
+"""Equations that equal layers repeat are differentiated once, and the transposition of a product is part of it. Results
+are those of the equations one by one.
+"""
 
 import collections
 import re
@@ -9,7 +11,7 @@ import pytest
 
 import jaxlowprec as jlp
 from jaxlowprec.models.transform import evaluating, repeated
-from tests.helpers import random_array
+from tests.helpers import assert_same_bytes, random_array
 
 RECIPE = jlp.NVFP4BlockScaling()
 X = random_array((16, 32))
@@ -98,3 +100,50 @@ def test_cast_that_others_read_keeps_its_value():
 def test_roles_are_made_once_for_equal_recipes():
     assert jlp.NVFP4BlockScaling().roles("linear", "a") is jlp.NVFP4BlockScaling().roles("linear", "b")
     assert jlp.NVFP4BlockScaling(disable_rht=True).roles() != RECIPE.roles()
+
+
+def rows_of(weight, x):
+    """A function of one row under `vmap`, as Equinox' linears are: the product is [N, T], then transposed."""
+    return jax.vmap(lambda row: weight @ row)(x)
+
+
+def read_twice(weight, x):
+    y = jnp.einsum("nk,tk->nt", weight, x)
+    return y.T + jnp.sin(y)[:, :16].T
+
+
+def returned_too(weight, x):
+    y = jnp.einsum("bnk,tbk->bnt", weight.reshape(2, 32, 16), x.reshape(16, 2, 16))
+    return y, y.transpose(0, 2, 1)
+
+
+def otherwise(weight, x):
+    return jnp.einsum("nk,btk->nbt", weight, x.reshape(2, 8, 32)).transpose(1, 0, 2)
+
+
+def batched(weight, x):
+    return jnp.einsum("bnk,btk->btn", weight.reshape(2, 16, 32), x.reshape(2, 8, 32))
+
+
+def test_vmapped_linears_have_no_further_transpositions():
+    def loss(params, x):
+        for weight in params.values():
+            x = x + rows_of(weight, x).astype(x.dtype)
+        return jnp.square(x.astype(jnp.float32)).mean()
+
+    plain = jax.jit(jax.grad(loss)).lower(PARAMS, X).as_text()
+    assert 0 < lowered(loss).as_text().count("stablehlo.transpose") <= plain.count("stablehlo.transpose")
+
+
+@pytest.mark.parametrize("function", [rows_of, read_twice, returned_too, otherwise, batched])
+def test_transposed_products_keep_their_bytes(function, monkeypatch):
+    def gradients(weight, x):
+        def loss(weight, x):
+            y = jlp.quantize_matmuls(function, RECIPE)(weight, x)
+            return sum(jnp.sum(jnp.cos(leaf.astype(jnp.float32))) for leaf in jax.tree.leaves(y)), y
+
+        return jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))(weight, x)
+
+    merged = gradients(PARAMS["layer_1"], X)
+    monkeypatch.setattr(evaluating, "_merged", lambda jaxpr, flow: {})
+    assert_same_bytes(merged, gradients(PARAMS["layer_1"], X))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Container, Mapping
 from typing import Any
@@ -12,7 +14,7 @@ from jax.extend.core import DebugInfo, Jaxpr
 
 from jaxlowprec.models.transform import calls
 from jaxlowprec.models.transform.parameter_trace import Flow, ParameterTrace
-from jaxlowprec.models.transform.products import Product, loaded_kernel, multiply
+from jaxlowprec.models.transform.products import Product, loaded_kernel, multiply, with_transposition
 from jaxlowprec.models.transform.repeated import runs_of
 from jaxlowprec.models.transform.weights import TracedValue, array_of, arrays_of, is_loaded, moved_master
 
@@ -36,7 +38,8 @@ def evaluate(
         in_runs: equations that repeat are run together, because JAX may differentiate each one as it is evaluated.
     """
     flow = trace.through(jaxpr, tuple(t.weight for t in arguments))
-    runs = runs_of(jaxpr, flow.steps) if in_runs else {}
+    merged = _merged(jaxpr, flow)
+    runs = runs_of(jaxpr, {*flow.steps, *merged}) if in_runs else {}
     unread = _unread(jaxpr, flow, arguments)
     known: dict[Any, TracedValue] = dict(zip(jaxpr.constvars, map(TracedValue, constants), strict=True))
     known |= zip(jaxpr.invars, arguments, strict=True)
@@ -53,8 +56,12 @@ def evaluate(
             done = number + len(run.eqns)
         if number < done:
             continue
-        operands = [read(v) for v in eqn.invars]
         step = flow.steps.get(number)
+        if number in merged:
+            if step is None:  # the transposition
+                continue
+            eqn, step = merged[number]
+        operands = [read(v) for v in eqn.invars]
         call = calls.of(eqn)
         if step is None:
             results = [*map(TracedValue, _as_it_is(eqn, [t.value for t in operands]))]
@@ -75,6 +82,32 @@ def evaluate(
             results = _moved(eqn, operands, step.results, unread)
         known |= zip(eqn.outvars, results, strict=True)
     return [read(v) for v in jaxpr.outvars]
+
+
+def _merged(jaxpr: Any, flow: Flow) -> dict[int, Any]:
+    """Products whose results are only transposed, merged with their transpositions: see `with_transposition`.
+
+    Returns:
+        the merged equation and its step by a product's number, and None by its transposition's.
+    """
+    readers = collections.defaultdict[Any, list[int]](list)
+    for number, eqn in enumerate(jaxpr.eqns):
+        for v in eqn.invars:
+            if not hasattr(v, "val"):
+                readers[v].append(number)
+    results = {v for v in jaxpr.outvars if not hasattr(v, "val")}
+    merged: dict[int, Any] = {}
+    for number, step in flow.steps.items():
+        if step.product is None:
+            continue
+        (result,) = jaxpr.eqns[number].outvars
+        if result in results or len(readers[result]) != 1:
+            continue
+        (reader,) = readers[result]
+        found = with_transposition(jaxpr.eqns[number], step.product, jaxpr.eqns[reader])
+        if found is not None:
+            merged |= {number: (found[0], dataclasses.replace(step, product=found[1])), reader: None}
+    return merged
 
 
 def _master(eqn: Any, product: Product, operands: list[TracedValue]) -> Any:

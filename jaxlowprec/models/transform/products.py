@@ -242,16 +242,47 @@ def multiply(eqn: Any, product: Product, operands: list[Any], master: Any, recip
     if is_quantized(master):  # as `loaded_kernel` has turned it
         pairs = [(pairs[0][0], master.ndim - 2)]
     dims: Any = (tuple(zip(*pairs, strict=True)), (batch[other], batch[product.side]))
-    batches, x_free = len(batch[0]), x.ndim - len(batch[0]) - len(pairs)
-    w_free = master.ndim - batches - len(pairs)
     out_sharding, back = eqn.params["out_sharding"], None
     if product.side == 0:  # from [batch, input's free axes, weight's free axes] to the equation's order
-        back = (*range(batches), *range(batches + x_free, batches + x_free + w_free), *range(batches, batches + x_free))
+        back = _exchanged(eqn, 1)
         out_sharding = _transposed(out_sharding, back)
     options |= {"preferred_element_type": out_dtype, "out_sharding": out_sharding, "state": state}
     y = dot_general(x, master, dims, **options)
     y = y if state is None else y[0]  # the state's gradient is its new value, however often the layer is called
     return y if back is None else y.transpose(back)
+
+
+def with_transposition(eqn: Any, product: Product, reader: Any) -> tuple[Any, Product] | None:
+    """The product of x and a parameter that is the transpose of one of the parameter and x, with its equation.
+
+    `jax.vmap` over a function of one row, such as Equinox' linears, makes such a pair of equations.
+
+    Arguments:
+        reader: the only equation that reads the result of eqn.
+
+    Returns:
+        None if the reader is another equation, or the product one of a loaded parameter.
+    """
+    if eqn.primitive.name != "dot_general" or product.side or product.weight.loaded:
+        return None
+    if reader.primitive.name != "transpose" or tuple(reader.params["permutation"]) != _exchanged(eqn, 0):
+        return None
+    contract, batch = eqn.params["dimension_numbers"]
+    params = eqn.params | {
+        "dimension_numbers": (contract[::-1], batch[::-1]),
+        "out_sharding": _transposed(eqn.params["out_sharding"], _exchanged(eqn, 1)),
+    }
+    eqn = eqn.replace(invars=eqn.invars[::-1], outvars=reader.outvars, params=params)
+    return eqn, dataclasses.replace(product, side=1)
+
+
+def _exchanged(eqn: Any, first: int) -> tuple[int, ...]:
+    """The transposition of a product's result that exchanges its operands' free axes; `first`: the operand whose are
+    first."""
+    contract, batch = eqn.params["dimension_numbers"]
+    batches, ndim = len(batch[0]), eqn.outvars[0].aval.ndim
+    middle = eqn.invars[first].aval.ndim - len(contract[first])
+    return (*range(batches), *range(middle, ndim), *range(batches, middle))
 
 
 def _transposed(out_sharding: Any, back: tuple[int, ...]) -> Any:
