@@ -149,6 +149,7 @@ def amax_op(amaxes: Amaxes, implementation: Implementation) -> wiring.Op:
     """x [..., R, C], or [..., S, R, C] -> the amaxes, float32 [...] each."""
     return wiring.define(
         "jaxlowprec_amax",
+        inline=True,
         rule=wiring.ShardingRule(
             f"{amaxes.lines} c -> {', '.join(['...'] * amaxes.count)}",
             reductions=amaxes.reductions,

@@ -168,6 +168,7 @@ def define(
     by_reference: Sequence[str] = (),
     missing: Mapping[str, str] | None = None,
     adder: Adder = IN_THEIR_DTYPE,
+    inline: bool = False,
 ) -> Op:
     """Makes an op: a function of arrays that returns a tuple of arrays, under every transformation but autodiff.
 
@@ -198,6 +199,8 @@ def define(
         missing: for error messages: why a platform is not among `platforms`.
         adder: of the partial results. If it draws, the op takes one more operand, uint32 [..., 2] with the batch axes,
             which neither `outputs` nor the bodies see.
+        inline: the op is part of the function that calls it: for ops that jitted functions call, since XLA copies each
+            function of a lowered program for each of its calls.
     """
     bodies: Mapping[str | None, Body] = portable if isinstance(portable, Mapping) else {None: portable or reference}
     if adder.drawn:
@@ -354,7 +357,7 @@ def define(
         results = op_of(*(jnp.dtype(a.dtype) for a in args))(*map(as_bytes, args))
         return from_bytes(results, [dtype for _, dtype in outputs(*args)])
 
-    compiled = jax.jit(op)
+    compiled = jax.jit(op, inline=inline)
     return compiled
 
 

@@ -1,5 +1,6 @@
 """How often a layer is traced: JAX's compilation starts with Python, and that takes time for each layer of a model."""
 
+import re
 from unittest import mock
 
 import jax
@@ -50,6 +51,14 @@ def traces(module, trace, layers):
 def test_equal_linears_of_different_names_are_traced_once(recipe, module):
     with jlp.autocast(recipe):
         assert traces(module, linears, 6) == traces(module, linears, 2) <= 3
+
+
+def test_kernels_calls_are_not_functions_of_their_own():
+    """XLA copies a function of the lowered program for each of its calls."""
+    with jlp.autocast(RECIPES["nvfp4"]):
+        text = linears(2).lower().as_text()
+    assert text.count("custom_call @jaxlowprec_") > 4
+    assert not re.search(r"call @op\b|call @op_", text)
 
 
 def test_equal_layers_of_experts_are_traced_once():

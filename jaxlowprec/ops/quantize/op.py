@@ -202,6 +202,7 @@ def quantize_op(spec: QuantizeSpec, implementation: Implementation) -> wiring.Op
         bodies = [on_matrix(body) for body in bodies]
     return wiring.define(
         "jaxlowprec_quantize",
+        inline=True,
         rule=rule.of_op([f"{rule.lines} {rule.columns}"], [], reductions=line_reductions(spec)),
         outputs=lambda x, *_: shapes(spec, x),
         reference=bodies[0],

@@ -107,6 +107,7 @@ def _words_op(stream: int) -> wiring.Op:
 
     return wiring.define(
         "jaxlowprec_random_words",
+        inline=True,
         rule=wiring.ShardingRule("... two, ..., ..., ... -> ... two", whole=("two",)),
         outputs=lambda words, *_: [(words.shape, jnp.uint32)],
         reference=by_reference,

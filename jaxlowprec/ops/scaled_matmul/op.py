@@ -226,6 +226,7 @@ def matmul_op(spec: MatmulSpec, implementation: Implementation) -> wiring.Op:
     merging, float8 = functools.partial(_merging, spec), not spec.float32_sums
     return wiring.define(
         "jaxlowprec_scaled_matmul",
+        inline=True,
         rule=_rule(spec),
         outputs=outputs,
         reference=merging(multiply_by_reference),
