@@ -4,7 +4,8 @@
 
 A model is made once as it is and once quantised by the documented line: here in plain JAX, Flax and Equinox, and those
 of trainer_models.py. Both sides run in turn with cleared caches, and times are the processor's for this process: other
-processes do not count. A model that needs a package which is not installed is left out.
+processes do not count. Python's garbage collections walk only over what a side makes. A model that needs a package which
+is not installed is left out.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import cProfile
 import functools
+import gc
 import importlib.util
 import pstats
 import statistics
@@ -236,6 +238,8 @@ def measured(make: Callable[[], Side], profile: str | None = None) -> dict[str, 
         return result
 
     jax.clear_caches()
+    gc.collect()
+    gc.freeze()  # else collections, at random, walk over all modules and what other sides have left
     traced = timed("trace", lambda: jax.jit(jax.grad(loss)).trace(params, batch))
     lowered = timed("lower", traced.lower)
     found["lines"] = lowered.as_text().count("\n")
