@@ -233,19 +233,29 @@ def gpu() -> str:
     return markdown(rows) + f"\n\nDriver {e['driver']}, {e['cuda']}, {where(result)}"
 
 
-def tracing() -> str:
-    """Seconds to trace and to compile the gradient of models, and the multiples of the plain models' under recipes."""
-    result = load("tracing_1")
+def _tracing_rows(result: dict, stages: tuple[str, ...]) -> tuple[list[tuple[str, ...]], str]:
+    """A header and a file's models, with the plain ones' seconds and their multiples under recipes; and its origin."""
     settings, results = result["settings"], result["results"]
     recipes = [recipe for recipe in next(iter(results.values())) if recipe != "plain"]
     names = {"nvfp4": "NVFP4", "mxfp8": "MXFP8"}
-    stages = "trace", "lower", "compile"
-    rows = [
-        ("model", *(f"plain {stage}, s" for stage in stages), *(f"{names[r]} {s}" for r in recipes for s in stages))
-    ]
+    heads = [f"{names[r]} {stage}" for r in recipes for stage in stages]
+    rows = [("model", *(f"plain {stage}, s" for stage in stages), *heads)]
     for model, found in results.items():
         plain = found["plain"]
         times = [f"{found[r][stage] / plain[stage]:.2f}x" for r in recipes for stage in stages]
         rows.append((model, *(f"{plain[stage]:.2f}" for stage in stages), *times))
     rounds = f"{settings['rounds']} rounds" if settings["rounds"] > 1 else "one round"
-    return markdown(rows) + f"\n\n{settings['layers']} layers, {rounds}; {where(result)}"
+    return rows, f"{settings['layers']} layers, {rounds}; {where(result)}"
+
+
+def tracing() -> str:
+    """Seconds to trace and to compile the gradient of models, and the multiples under recipes."""
+    rows, origin = _tracing_rows(load("tracing_1"), ("trace", "lower", "compile"))
+    return markdown(rows) + "\n\n" + origin
+
+
+def tracing_trainers() -> str:
+    """The same of trainers' models, which were measured in environments of their own, and of a call."""
+    found = [_tracing_rows(load(name), ("trace", "compile", "call")) for name in sorted(recorded_on("tracing_trainer"))]
+    rows = found[0][0][:1] + [row for rows, _ in found for row in rows[1:]]
+    return markdown(rows) + "\n\n" + "\n".join(dict.fromkeys(origin for _, origin in found))

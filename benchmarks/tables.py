@@ -35,7 +35,7 @@ TABLES = {
             speed_tables.train_step,
         ),
         *(speed_tables.rows, speed_tables.generation, speed_tables.telemetry, speed_tables.scaling, speed_tables.gpu),
-        speed_tables.tracing,
+        *(speed_tables.tracing, speed_tables.tracing_trainers),
         *(
             study_tables.study,
             study_tables.frontier_study,

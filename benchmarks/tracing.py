@@ -4,8 +4,8 @@
 
 A model is made once as it is and once quantised by the documented line: here in plain JAX, Flax and Equinox, and those
 of trainer_models.py. Both sides run in turn with cleared caches, and times are the processor's for this process: other
-processes do not count. Python's garbage collections walk only over what a side makes. A model that needs a package which
-is not installed is left out.
+processes do not count. Python's garbage collections walk only over what a side makes. A model whose package is not
+installed is left out.
 """
 
 from __future__ import annotations
