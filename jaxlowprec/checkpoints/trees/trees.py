@@ -6,13 +6,14 @@ from __future__ import annotations
 
 import os
 import pathlib
+import re
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from jaxlowprec.checkpoints.conversion.modules import is_quantised, scheme_of
-from jaxlowprec.checkpoints.errors import CheckpointError
+from jaxlowprec.checkpoints.errors import CheckpointError, brief
 from jaxlowprec.checkpoints.files.config import quantization_of, with_quantization
 from jaxlowprec.checkpoints.files.folder import CONFIG_FILE, SINGLE_FILE, CheckpointFolder, LazyTensors, write_index
 from jaxlowprec.checkpoints.files.safetensors_file import write_tensors
@@ -53,13 +54,15 @@ def save(
 
     Raises:
         CheckpointError: the folder is not empty.
-        ValueError: see `TreeMapping.to_tensors`; `activation_scales` that are none.
+        ValueError: see `TreeMapping.to_tensors`; `activation_scales` that are none; layers that the config counts and
+            the tree lacks.
     """
     check_scales("save", activation_scales or {})
     path = pathlib.Path(folder)
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise CheckpointError(f"{path}: holds something already; save to a new or empty folder")
     tensors = with_scales(mapping.to_tensors(tree, scheme, dtype), activation_scales or {})
+    _require_layers(tensors, config)
     content = dict(config)
     entry = None if scheme is None else scheme.quantization_config(mapping.float_modules(tree))
     entry = with_kv_cache("save", entry, scheme, {name: tensor.shape for name, tensor in tensors.items()})
@@ -73,6 +76,18 @@ def save(
         shard_of = {name: file for file, names in files.items() for name in names}
         write_index(path, shard_of, sum(tensor.nbytes for tensor in tensors.values()))
     write_json(path / CONFIG_FILE, content)
+
+
+def _require_layers(tensors: Mapping[str, Any], config: Mapping[str, Any]) -> None:
+    """Raises ValueError if a layer that the config counts has no tensor: some loaders then draw it at random."""
+    count = config.get("num_hidden_layers")
+    found = {int(number[1]) for name in tensors if (number := re.match(r"model\.layers\.(\d+)\.", name))}
+    missing = sorted(set(range(count)) - found) if found and isinstance(count, int) else []
+    if missing:
+        raise ValueError(
+            f"save: the config's num_hidden_layers is {count}, and the tree has no layer {brief(missing)}; give the "
+            "config of this tree, or a tree of all layers"
+        )
 
 
 def load(folder: Folder, like: Any, mapping: TreeMapping, *, scheme: Scheme | None = None) -> Any:

@@ -387,6 +387,12 @@ class TestFolders:
             trees.save(tmp_path, demo(), DEMO, {})
         assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
 
+    def test_layers_that_only_the_config_has(self, tmp_path):
+        with pytest.raises(ValueError, match=r"save: .* is 4, and the tree has no layer \[2, 3\]; give"):
+            trees.save(tmp_path / "a", demo(), DEMO, {"num_hidden_layers": 4})
+        assert not (tmp_path / "a").exists()
+        trees.save(tmp_path / "a", demo(), DEMO, {"num_hidden_layers": CONFIG.layers})
+
 
 def test_what_is_no_scheme_or_dtype_is_named(tmp_path):
     tree, mapping = {"up": {"kernel": np.ones((4, 8), np.float32)}}, TreeMapping((Rule("up.kernel", "up.weight"),))
