@@ -311,7 +311,7 @@ class Moves:
         return sum(self.shares) if axis == self.layout.joined and self._inner_join else known.get(axis)
 
     def _misfit(self, why: str) -> str:
-        return f"shape {list(self.shape)} does not fit the layout {self.layout.text!r}: {why}"
+        return f"shape {list(self.shape)} and does not fit the layout {self.layout.text!r}: {why}"
 
 
 def joined(parts: Sequence[Any], axes: Sequence[str], axis: str | None) -> Any:
