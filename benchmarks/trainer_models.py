@@ -35,9 +35,9 @@ def rules_of(recipe: Any, block: str, layers: int | None = None) -> Any:
     return jlp.PerLayer.keep_ends(recipe, layers, 0, 0, block=block)
 
 
-def transformed(function: Callable[..., Any], rules: Any) -> Callable[..., Any]:
+def transformed(function: Callable[..., Any], rules: Any, **options: Any) -> Callable[..., Any]:
     """The function, with its products under the rules if there are some."""
-    return function if rules is None else jlp.quantize_matmuls(function, rules)
+    return function if rules is None else jlp.quantize_matmuls(function, rules, **options)
 
 
 def tunix(layers: int, recipe: Any) -> Side:
@@ -151,10 +151,8 @@ def keras(layers: int, recipe: Any) -> Side:
     parts += [Block(name=f"block_{i}") for i in range(layers)]
     model = keras.Sequential([*parts, keras.layers.Dense(WORDS, name="head")])
     model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
-    of_keras = model.compute_loss_and_updates
-    if recipe is not None:
-        names = [v.path for v in model.trainable_variables]
-        of_keras = jlp.quantize_matmuls(of_keras, rules_of(recipe, "block_{}", layers), names=names)
+    rules, names = recipe and rules_of(recipe, "block_{}", layers), [v.path for v in model.trainable_variables]
+    of_keras = transformed(model.compute_loss_and_updates, rules, names=names)
     groups = model.trainable_variables, model.non_trainable_variables, model.metrics_variables
     params, *rest = ([v.value for v in group] for group in groups)
     return lambda params, batch: of_keras(params, *rest, batch, batch, None)[0], params, tokens()
@@ -179,9 +177,7 @@ def penzai(layers: int, recipe: Any) -> Side:
         logits = model(pz.nx.wrap(batch).tag("batch", "seq")).unwrap("batch", "seq", "vocabulary")
         return optax.softmax_cross_entropy_with_integer_labels(logits, batch).mean()
 
-    if recipe is not None:
-        loss = jlp.quantize_matmuls(loss, rules_of(recipe, "block_{}", layers), names=names)
-    return loss, frozen, tokens()
+    return transformed(loss, recipe and rules_of(recipe, "block_{}", layers), names=names), frozen, tokens()
 
 
 MODELS: dict[str, tuple[str, Callable[[int, Any], Side]]] = {  # the package that each needs
