@@ -120,7 +120,7 @@ def main() -> None:
             flush=True,
         )
     if options.save:
-        save(f"optimizer_{options.cores}", {"isa": native.isa(), "shape": shape, "cases": found})
+        save(f"optimizer_{options.cores}" + (f"_{options.isa}" if options.isa else ""), {"isa": native.isa(), "shape": shape, "cases": found})
 
 
 if __name__ == "__main__":

@@ -186,7 +186,7 @@ def _dot_general(
     if rhs is not None:
         as_matrices = functools.partial(_as_matrices, batch=rhs_batch, contract=rhs_contract, contracted_last=False)
         rhs_batch_shape, rhs_free, w = as_matrices(rhs)
-        call = call.laid_out(lambda rhs: as_matrices(rhs)[-1])
+        call = call.laid_out(lambda rhs: as_matrices(rhs)[-1], transposed=rhs_contract[-1] == rhs.ndim - 1)
         if rhs_batch_shape != batch or [lhs.shape[a] for a in lhs_contract] != [rhs.shape[a] for a in rhs_contract]:
             raise ValueError(f"{who}: lhs {lhs.shape} and rhs {rhs.shape} do not fit {dims}")
     elif quantized_kernel is not None:

@@ -16,8 +16,8 @@ from jaxlowprec.arguments import a_text
 from jaxlowprec.layers.collectives import all_gather_quantized
 from jaxlowprec.layers.layer_call import sum_randomness
 from jaxlowprec.layers.linear import check_kernel_to_quantize, quantized_once
-from jaxlowprec.layers.operands import Shard
-from jaxlowprec.layers.product import QuantizedKernel, sum_over_devices
+from jaxlowprec.layers.operands import Shard, sum_over_devices
+from jaxlowprec.layers.product import QuantizedKernel
 from jaxlowprec.layers.residuals import in_profiles
 from jaxlowprec.ops.byte_collectives import Axes, names_of
 from jaxlowprec.ops.checks import last_axis, mesh_axes

@@ -70,6 +70,7 @@ class LayerCall:
         kind: of the layer, for recipes: "linear", or "grouped_linear" for a weight per group of rows.
         layouts: what makes the weight [..., K, N] of the kernel that the layer was given, one after the other; known
             only where `total` is.
+        transposed: the weight [..., K, N] is a transposition of a kernel [..., N, K], see `GemmSpec`.
     """
 
     who: str
@@ -82,6 +83,7 @@ class LayerCall:
     total: Total | None = None
     kind: str = "linear"
     layouts: tuple[Callable[[jax.Array], jax.Array], ...] = ()
+    transposed: bool = False
 
     @functools.cached_property
     def roles(self) -> Roles | None:
@@ -174,7 +176,12 @@ class LayerCall:
         out_sharding = self._out_sharding(x, w, out_sharding)
         shardings = sharding_of(x), sharding_of(w), sharding_of(bias)
         of_recipe = recipe.backward_override, recipe.sums, recipe.delayed
-        spec = GemmSpec(roles, *of_recipe, jnp.dtype(out_dtype), shardings, out_sharding, rows_split, self.precision)
+        as_k_by_n = (
+            roles.draws_for_weight or recipe.sums.drawn or roles.requantized or shardings[1]
+        )  # draws by position
+        as_it_lies = self.transposed and not as_k_by_n
+        of_call: Any = jnp.dtype(out_dtype), shardings, out_sharding, rows_split, self.precision, as_it_lies
+        spec = GemmSpec(roles, *of_recipe, *of_call)
         silence.warn_once(self.who, recipe, silence.of_roles(roles, recipe.backward_override), depth=2)
         batch = x.shape[: -3 if rows_split else -2]
         tokens = math.prod(x.shape[len(batch) : -1])
@@ -188,12 +195,13 @@ class LayerCall:
         product = GemmOperands(w, bias, randomness, self.quantized, **sources)
         return PreparedProduct(spec, self.accumulated(product), states, state)
 
-    def laid_out(self, layout: Callable[[jax.Array], jax.Array]) -> LayerCall:
+    def laid_out(self, layout: Callable[[jax.Array], jax.Array], transposed: bool = False) -> LayerCall:
         """The call of a layer whose product takes `layout` of its kernel, a linear function of it.
 
-        So the kernel can be quantised, and its gradients added up, as the product has it.
+        So the kernel can be quantised, and its gradients added up, as the product has it. `transposed`: see above.
         """
-        return self if self.total is None else dataclasses.replace(self, layouts=(*self.layouts, layout))
+        layouts = self.layouts if self.total is None else (*self.layouts, layout)
+        return dataclasses.replace(self, layouts=layouts, transposed=transposed)
 
     def matrices(self, kernel: jax.Array) -> jax.Array:
         """The weight [..., K, N] of the product that the layer makes of its kernel."""

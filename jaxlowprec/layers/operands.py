@@ -1,4 +1,4 @@
-"""How the operands of a product's three GEMMs are quantised, as its recipe's roles say."""
+"""How the operands of a product's three GEMMs are quantised, and sums are added up, as its recipe says."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ from jaxlowprec.ops.hadamard import STREAM_OF_DGRAD, drawn_signs
 from jaxlowprec.ops.quantize.api import quantize, quantize_both
 from jaxlowprec.ops.quantize.random_bits import Randomness, further_words, slice_words
 from jaxlowprec.ops.rounding import narrowed
+from jaxlowprec.ops.sums.kinds import SumOverDevices, draws
+from jaxlowprec.recipes.fields import Sums
 from jaxlowprec.recipes.roles import BackwardOverride, Role, Roles
 
 
@@ -46,6 +48,12 @@ class Gemms:
     def wgrad(self) -> tuple[Role, Role] | None:
         """The roles of the input columnwise and of the gradient columnwise in wgrad; None: it is not quantised."""
         return self._operands("wgrad")
+
+    @property
+    def wgrad_commutes(self) -> bool:
+        """Whether wgrad is quantised and its operands may change places: their scales multiply without rounding."""
+        formats = [role.format for role in self.wgrad or ()]
+        return bool(formats) and all(f.power_of_two or f.scaling in ("two_level", "e8m0") for f in formats)
 
     def decodes(self, gemm: str) -> bool:
         """Whether a GEMM in high precision reads the operand that fprop has read, decoded."""
@@ -171,6 +179,7 @@ def weight_both_ways(
     encode: jax.Array | None = None,
     randomness: Randomness | None = None,
     shard: Shard | None = None,
+    transposed: bool = False,
 ) -> tuple[Any, Any]:
     """A weight [..., K, N] quantised rowwise, for dgrad, and columnwise, for fprop; see `both_ways`.
 
@@ -179,7 +188,12 @@ def weight_both_ways(
         served_dtype: the dtype that w is rounded to first, or None.
         randomness: the source of the bits and the signs that the rowwise form takes, if it takes some; see
             `Roles.draws_for_weight`.
+        transposed: w is a transposition, without `requantized` and randomness. Its own transposition is quantised, with
+            the same bytes: XLA takes both transpositions away.
     """
+    if transposed:
+        columnwise, rowwise = weight_both_ways(w.mT, column, row, served_dtype=served_dtype, encode=encode, shard=shard)
+        return None if rowwise is None else rowwise.mT, None if columnwise is None else columnwise.mT
     given: Any = {"encode": encode, "shard": shard}
     w = rounded_to(w, served_dtype)
     drawn: Any = {}
@@ -242,3 +256,26 @@ def groups_both_ways(
         return some(row, True, True)
     found = None if row is None else some(row, True, False)[0]
     return found, None if column is None else some(column, False, True)[1]
+
+
+def sum_over_devices(sums: Sums, gemm: str, source: Randomness | None, operand: Any) -> SumOverDevices:
+    """The sum over devices of a GEMM's partial results.
+
+    Arguments:
+        source: of the random bits that rounding draws; without a key they come from the largest scale of `operand`.
+        operand: quantised.
+    """
+    kind = getattr(sums, gemm)
+    if not draws(kind):
+        return SumOverDevices(kind)
+    assert source is not None
+    words = source.words_for(lambda: _largest_scale(operand))
+    return SumOverDevices(kind, further_words(words, _STREAM_OF_SUMS[gemm]))
+
+
+_STREAM_OF_SUMS = {"fprop": 9, "dgrad": 10, "wgrad": 11}
+
+
+def _largest_scale(q: Any) -> jax.Array:
+    """float32 []: the largest amax of an array that has amaxes, else its largest scale."""
+    return jax.lax.stop_gradient(jnp.max((q.scale if q.amax is None else q.amax).astype(jnp.float32)))

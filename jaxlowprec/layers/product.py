@@ -24,7 +24,7 @@ from jaxlowprec.arrays import serialised
 from jaxlowprec.arrays.quantized_array import QuantizedArray
 from jaxlowprec.layers import delayed_scaling
 from jaxlowprec.layers.measured import measured_backward, measured_forward
-from jaxlowprec.layers.operands import FormOptions, Gemms, amaxes_of, role_of, weight_both_ways
+from jaxlowprec.layers.operands import FormOptions, Gemms, amaxes_of, role_of, sum_over_devices, weight_both_ways
 from jaxlowprec.layers.residuals import (
     QUANTIZED_INPUT,
     QUANTIZED_WEIGHT,
@@ -38,8 +38,8 @@ from jaxlowprec.layers.residuals import (
 from jaxlowprec.layers.rows import AllRows, RowsInGroups
 from jaxlowprec.ops.amax import Amaxes
 from jaxlowprec.ops.amax import amax as tensor_amax
-from jaxlowprec.ops.quantize.random_bits import Randomness, further_words
-from jaxlowprec.ops.sums.kinds import SumOverDevices, draws
+from jaxlowprec.ops.quantize.random_bits import Randomness
+from jaxlowprec.ops.sums.kinds import SumOverDevices
 from jaxlowprec.recipes.fields import Sums
 from jaxlowprec.recipes.roles import Role
 from jaxlowprec.recipes.transformer_engine import DelayedScaling
@@ -85,6 +85,8 @@ class GemmSpec(Gemms):
         out_sharding: the sharding of the result, in explicit mode.
         rows_split: x is [..., S, T, K] for a weight without S.
         precision: precision of all three GEMMs, checked.
+        transposed: w is the transposition of a kernel that lies as [..., N, K], which is quantised as it lies. Its
+            gradient is computed likewise if wgrad's operands may change places.
     """
 
     sums: Sums
@@ -94,33 +96,11 @@ class GemmSpec(Gemms):
     out_sharding: ShardingLike
     rows_split: bool
     precision: jax.lax.PrecisionLike = None
+    transposed: bool = False
 
     def sum_over_devices(self, gemm: str, source: Randomness | None, operand: Any) -> SumOverDevices:
         """The sum over devices of a GEMM's partial results, see `sum_over_devices`. `operand`: its first one."""
         return sum_over_devices(self.sums, gemm, source, operand)
-
-
-def sum_over_devices(sums: Sums, gemm: str, source: Randomness | None, operand: Any) -> SumOverDevices:
-    """The sum over devices of a GEMM's partial results.
-
-    Arguments:
-        source: of the random bits that rounding draws; without a key they come from the largest scale of `operand`.
-        operand: quantised.
-    """
-    kind = getattr(sums, gemm)
-    if not draws(kind):
-        return SumOverDevices(kind)
-    assert source is not None
-    words = source.words_for(lambda: _largest_scale(operand))
-    return SumOverDevices(kind, further_words(words, _STREAM_OF_SUMS[gemm]))
-
-
-_STREAM_OF_SUMS = {"fprop": 9, "dgrad": 10, "wgrad": 11}
-
-
-def _largest_scale(q: Any) -> jax.Array:
-    """float32 []: the largest amax of an array that has amaxes, else its largest scale."""
-    return jax.lax.stop_gradient(jnp.max((q.scale if q.amax is None else q.amax).astype(jnp.float32)))
 
 
 def rows_of(spec: GemmSpec, sizes: jax.Array | None) -> AllRows | RowsInGroups:
@@ -279,7 +259,8 @@ def fprop(
             encode = _encode_scale(spec, state, "kernel")
             row, column = role_of(spec.dgrad, 1, keep), role_of(spec.fprop, 1)
             options: Any = {"encode": encode, "randomness": product.of_weight, "served_dtype": spec.roles.served_dtype}
-            w_row, w_column = weight_both_ways(w, row, column, requantized=spec.requantizes("weight"), **options)
+            options |= {"requantized": spec.requantizes("weight"), "transposed": spec.transposed}
+            w_row, w_column = weight_both_ways(w, row, column, **options)
     with in_profiles("fprop"):
         if spec.fprop:
             sums = spec.sum_over_devices("fprop", product.of_sums, given.rowwise)
@@ -388,7 +369,9 @@ def backward(
     dw = None
     with in_profiles("wgrad"):
         dtype: Any = None if w_marker is None else w_marker.dtype if total is None else jnp.float32
-        if w_marker is not None and spec.wgrad:
+        if w_marker is not None and spec.transposed and spec.wgrad_commutes:
+            dw = rows.wgrad(dy_column, x, dtype, None, None if total is None else total.mT).mT
+        elif w_marker is not None and spec.wgrad:
             dw = rows.wgrad(x, dy_column, dtype, w_sharding, total, spec.sum_over_devices("wgrad", of_sums, dy_column))
         elif w_marker is not None:
             dw = rows.plain_wgrad(x, dy, dtype, w_sharding)

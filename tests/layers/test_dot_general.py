@@ -12,6 +12,7 @@ from flax import nnx
 
 import jaxlowprec as jlp
 from tests.helpers import FLOATS, assert_same_bytes, often, random_array
+from tests.low_precision import RECIPES
 
 FULL, MXFP8 = jlp.NVFP4BlockScaling(), jlp.MXFP8BlockScaling()
 PLAIN = jlp.NVFP4BlockScaling(disable_stochastic_rounding=True)
@@ -31,6 +32,7 @@ PRODUCTS = {
     "odd sizes": ((7, 50), (50, 21), (((1,), (0,)), ((), ()))),
     "vectors": ((64,), (64,), (((0,), (0,)), ((), ()))),
 }
+QUANTIZED = [name for name, recipe in RECIPES.items() if recipe and not (recipe.delayed or recipe.roles().ste)]
 each_product = pytest.mark.parametrize(("lhs_shape", "rhs_shape", "dims"), PRODUCTS.values(), ids=PRODUCTS)
 hard_products = pytest.mark.parametrize(
     "product", often(["two batches crossed", "two contractions crossed", "odd sizes", "vectors"], PRODUCTS)
@@ -153,6 +155,23 @@ class TestDotGeneral:
         w = np.moveaxis(np.asarray(rhs), rc, range(len(rc))).reshape(64, 48)
         found = jax.jit(lambda: (jlp.dot_general(lhs, rhs, dims, recipe=FULL), jlp.linear(x, w, recipe=FULL)))
         assert_same_bytes(*found())
+
+    @pytest.mark.parametrize("recipe", often(["nvfp4", "fp8_block hybrid float32 scales"], QUANTIZED))
+    @pytest.mark.parametrize("batch", [(), (2,)], ids=["one", "batch"])
+    def test_a_kernel_n_by_k_is_quantised_as_it_lies(self, recipe, batch):
+        x, w, dy = operands((*batch, 160, 96), (*batch, 96, 128), (*batch, 160, 128))
+        axes = tuple(range(len(batch)))
+
+        def gradients(contracted_of_w):
+            dims = ((len(batch) + 1,), (contracted_of_w,)), (axes, axes)
+            product = functools.partial(jlp.dot_general, dimension_numbers=dims, recipe=RECIPES[recipe])
+            return jax.jit(lambda x, w, dy: jax.vjp(functools.partial(product, key=jax.random.key(1)), x, w)[1](dy))
+
+        w, as_it_lies = np.float32(w), gradients(len(batch) + 1)
+        dx, dw = as_it_lies(x, np.swapaxes(w, -1, -2), dy)
+        assert_same_bytes((dx, np.swapaxes(dw, -1, -2)), gradients(len(batch))(x, w, dy))
+        if recipe == "nvfp4":
+            assert " transpose(" not in as_it_lies.lower(x, np.swapaxes(w, -1, -2), dy).compile().as_text()
 
     def test_each_slice_of_a_batch_is_a_tensor_of_its_own(self):
         lhs, rhs = operands((3, 32, 64), (3, 64, 48))
