@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from jaxlowprec.ops.rounding import widened
 from jaxlowprec.optim.rules import path_of
-from jaxlowprec.optim.wrapping import Explained, check_transformation, described, shapes_of
+from jaxlowprec.optim.wrapping import Explained, check_transformation, described, in_a_line, shapes_of
 
 _WHO = "convert_state"
 
@@ -84,7 +84,10 @@ def _opened(description: Any, state: Any, params: dict[str, Any]) -> tuple[Any, 
     try:
         states = tree.flatten_up_to(state)
     except ValueError as error:
-        raise ValueError(f"{_WHO}: state is no state of source for these params: {error}") from None
+        raise ValueError(
+            f"{_WHO}: state is no state of source for these params ({in_a_line(error)}): needs one that has the "
+            "structure of source.init(params)"
+        ) from None
     found = []
     for part, here in zip(parts, states, strict=True):
         if _is_wrapper(part):

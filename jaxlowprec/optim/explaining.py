@@ -22,6 +22,7 @@ class StateLeaf:
         path: the keys that lead to it in the state.
         shape: its shape.
         dtype: the dtype in which it is stored.
+        nbytes: bytes of the whole array.
         code: how numbers are stored in it, in words; "" if as they are.
         why: why it stays as it is; "" if it does not, or if it is part of no wrapper.
         one_pass: whether it is read and written in the one pass of an update, without arrays between; False if it is
@@ -31,14 +32,10 @@ class StateLeaf:
     path: str
     shape: tuple[int, ...]
     dtype: str
+    nbytes: int
     code: str = ""
     why: str = ""
     one_pass: bool = False
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the whole array."""
-        return math.prod(self.shape) * jnp.dtype(self.dtype).itemsize
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,7 +97,7 @@ def explain_state(tx: Any, params: Any) -> StateExplanation:
     if not hasattr(tx, "init"):
         raise TypeError(f"explain_state: tx={shown(tx)}; needs an optax.GradientTransformation")
     leaves = tuple(_rows(described(tx, params), (), {}))
-    return StateExplanation(leaves, sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params)))
+    return StateExplanation(leaves, sum(math.prod(jnp.shape(leaf)) for leaf in jax.tree.leaves(params)))
 
 
 def _rows(tree: Any, above: tuple[str, ...], notes: dict[str, Any]) -> list[StateLeaf]:
@@ -114,5 +111,6 @@ def _rows(tree: Any, above: tuple[str, ...], notes: dict[str, Any]) -> list[Stat
             within = {p.removeprefix(f"{path}/state/"): n for p, n in notes.items() if p.startswith(f"{path}/state/")}
             found += _rows(leaf.state, place, within | dict(leaf.notes))
         else:
-            found.append(StateLeaf("/".join(place), leaf.shape, str(leaf.dtype), *notes.get(path, ())))
+            nbytes = leaf.size * leaf.dtype.itemsize
+            found.append(StateLeaf("/".join(place), leaf.shape, str(leaf.dtype), nbytes, *notes.get(path, ())))
     return found

@@ -116,6 +116,11 @@ def master_weights(inner: Any, *, bits: int = 32, key: Any = 0) -> Any:
             drawn = words_of_leaves(state.words, state.step + 1, [path for path, _ in leaves], STREAM_OF_WEIGHTS)
         weights, rests = [], wrapping.leaves_of(_WHO, tree, state.remainders)  # type: list[Any], list[Any]
         for (path, p), rest, words in zip(leaves, rests, drawn, strict=True):
+            if rest is not None and not _is_ours(p):
+                raise ValueError(
+                    f"{_WHO}: the parameter {path!r} is {p.dtype}, and the state has a remainder of bfloat16: apply "
+                    "updates with optax.apply_updates, which keeps the dtype, or start from init(params)"
+                )
             shape = p.shape if _is_ours(p) and bits > 16 else None
             wrapping.check_leaf(_WHO, wrapping.within("remainders", path), rest, shape, REMAINDERS.get(bits))
             weights.append(HeldWeight(p, rest, bits, words) if _is_ours(p) else p)

@@ -150,7 +150,8 @@ class _Optimizer:
         first, decay_state, rate_state = self._checked(state, params)
         tree: Any
         paths, tree = jax.tree_util.tree_flatten_with_path(params)
-        given = wrapping.leaves_of(self.rule, tree, gradients, "the gradients are of")
+        words = "the gradients are of other parameters", "needs one for each parameter"
+        given = wrapping.leaves_of(self.rule, tree, gradients, *words)
         moments = [wrapping.leaves_of(self.rule, tree, getattr(first, name)) for name in self.moments]
         count = _next(first.count)
         rate = self.learning_rate(rate_state.count) if callable(self.learning_rate) else self.learning_rate

@@ -152,25 +152,34 @@ def is_readable(who: str, state: Any, kind: type) -> jax.Array:
     return jnp.asarray(given) == VERSION
 
 
-def leaves_of(who: str, tree: Any, given: Any, what: str = "the state was made for") -> list[Any]:
+def leaves_of(
+    who: str,
+    tree: Any,
+    given: Any,
+    fault: str = "the state was made for other parameters or by another transformation",
+    remedy: str = "start from init(params)",
+) -> list[Any]:
     """The leaves of a tree that has the structure of another one.
 
     Raises:
-        ValueError: it has not. `what`: the words of the message before "other parameters".
+        ValueError: it has not; `fault` and `remedy` are words of the message.
     """
     try:
         return tree.flatten_up_to(given)
     except ValueError as error:
-        raise ValueError(
-            f"{who}: {what} other parameters or by another transformation than {tree} says "
-            f"({cut(' '.join(str(error).split()), 300)}): start from init(params)"
-        ) from None
+        found = in_a_line(error)
+        raise ValueError(f"{who}: {fault} than {cut(str(tree), 300)} says ({found}): {remedy}") from None
+
+
+def in_a_line(error: ValueError) -> str:
+    """The message of an error of JAX, which may show whole arrays, in a line of readable length."""
+    return cut(" ".join(str(error).split()), 300)
 
 
 def check_leaf(who: str, path: str, given: Any, shape: tuple[int, ...] | None, dtype: Any) -> None:
     """Raises ValueError unless a stored leaf has that shape and dtype; None: there is none."""
     found = (getattr(given, "shape", None), None if given is None else str(getattr(given, "dtype", "")))
-    needed = (shape, None if shape is None else str(jnp.dtype(dtype)))
+    needed = (shape, None if shape is None else str(jax.ShapeDtypeStruct((), dtype).dtype))  # keys have one, too
     if found != needed:
         words = ["nothing" if s is None else f"{d}{list(s)}" for s, d in (found, needed)]
         raise ValueError(

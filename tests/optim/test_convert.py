@@ -185,7 +185,9 @@ class TestErrors:
         p, tx = params(), quantized(ADAMW)
         words = "quantized_state: the state is a tuple; needs the QuantizedState"
         self.refused(TypeError, words, ADAMW.init(p), p, source=tx, target=ADAMW)
-        self.refused(ValueError, "state is no state of source", tx.init(p), p, source=ADAMW, target=tx)
+        with pytest.raises(ValueError, match="state is no state of source .*needs one that has the structure") as found:
+            jlp.optim.convert_state(tx.init(p), p, source=ADAMW, target=tx)
+        assert len(str(found.value)) < 600 and "\n" not in str(found.value)  # arrays are not shown whole
         old = tx.init(p)._replace(version=jnp.int32(2))
         self.refused(ValueError, "the state has version 2", old, p, source=tx, target=ADAMW)
 

@@ -203,6 +203,14 @@ class TestErrors:
         with pytest.raises(ValueError, match="made for other parameters"):
             tx.update({"w": weights}, state, {"w": weights})
 
+    def test_a_parameter_that_became_float32(self, weights):
+        """`p + u` is float32: what eqx.apply_updates does."""
+        tx = jlp.optim.master_weights(optax.sgd(1.0))
+        updates, state = tx.update({"w": weights}, tx.init({"w": weights}), {"w": weights})
+        needed = "the parameter 'w' is float32, and the state has a remainder of bfloat16: apply updates with optax"
+        with pytest.raises(ValueError, match=needed):
+            tx.update({"w": weights}, state, {"w": weights + updates["w"]})
+
     def test_another_version_is_an_error_or_nan(self, weights):
         tx = jlp.optim.master_weights(optax.sgd(1.0))
         state = tx.init(weights)._replace(version=jnp.int32(2))

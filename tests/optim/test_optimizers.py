@@ -208,7 +208,7 @@ class TestErrors:
         state = tx.init(p)
         with pytest.raises(ValueError, match=r"needs update\(gradients, state, params\)"):
             tx.update(p, state)
-        with pytest.raises(ValueError, match="the gradients are of other parameters"):
+        with pytest.raises(ValueError, match="the gradients are of other parameters than .*: needs one for each"):
             tx.update({"w": p["w"]}, state, p)
         with pytest.raises(ValueError, match="the state was made for other parameters"):
             tx.update({"w": p["w"]}, state, {"w": p["w"]})

@@ -142,6 +142,18 @@ class TestUpdate:
             _, state = update(gradients(0), tx.init(params()), params())
         assert state.step == 1
 
+    def test_keys_in_a_state_stay(self):
+        """Those of noise that optax adds; explain_state counts them."""
+        key = jax.random.key(3)
+        noise = optax.GradientTransformation(lambda p: {"key": key}, lambda g, state, p=None: (g, state))
+        tx = jlp.optim.quantized_state(optax.chain(noise, optax.trace(0.9)))
+        state = tx.init(params())
+        _, after = jax.jit(tx.update)(gradients(0), state, params())
+        assert after.codes[0]["key"] == key and after.codes[1].trace["w"].dtype == jnp.int8
+        explanation = jlp.optim.explain_state(tx, params())
+        assert explanation.leaves[0].nbytes == 8 and explanation.leaves[0].why == str(key.dtype)
+        assert explanation.nbytes == sum(x.nbytes for x in jax.tree.leaves(state))
+
 
 class TestMemory:
     @pytest.mark.parametrize(("bits", "expected"), [(32, 8.06), (24, 7.06), (16, 6.06)])
@@ -267,6 +279,9 @@ class TestErrors:
             fixed.update(gradients(0), state, params())
         with pytest.raises(ValueError, match="made for other parameters or by another transformation"):
             jlp.optim.quantized_state(optax.lion(1e-3)).update(gradients(0), state, params())
+        with pytest.raises(ValueError, match="made for other parameters") as found:
+            tx.update({str(i): jnp.ones(3) for i in range(1000)}, state)
+        assert len(str(found.value)) < 1000
 
     def test_another_version_is_an_error_or_nan(self):
         tx = jlp.optim.quantized_state(optax.adam(1e-3))
