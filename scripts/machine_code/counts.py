@@ -37,7 +37,8 @@ WHOLE_NVFP4_TILES = Part("tile", 64, ("LDGSTS", "BAR"), f"LDGSTS|{ENCODING}|{STO
 SIXTEENS = Part("rows", 32, (r"LDG\.E\.128", "MUFU"), rf"LDG\.E\.128|{MAXIMA}|MUFU|STG\.E\.(?:64|128)")
 DECODED = Part("codes", 64, (r"LDG\.E\.(?:64|128)", r"STG\.E\.128"), r"LDG\.E\.(?:64|128)|STG\.E\.128")
 PRODUCTS = Part("products", 64, ("IMMA", "LDGSTS"), "IMMA|LDGSTS|LDS")  # of the tensor cores: a warp's 128 k
-EIGHTS = Part("eights", 8, (r"LDG\.E\.128", "VIADDMNMX"), r"LDG\.E\.128|LDS\.128|VIADDMNMX|STG\.E\.64")
+# Maxima of halves: those of whole words are in the way of rare numbers.
+EIGHTS = Part("eights", 8, (r"LDG\.E\.128", "VIADDMNMX"), r"LDG\.E\.128|LDS\.128|VIADDMNMX\.S16x2|STG\.E\.64")
 WEIGHTS = Part("weights", 256, ("HMMA", "LDGSTS"), "HMMA|LDGSTS|LDS")  # of a lane: four units
 
 # The kernels of 16-bit elements, which training quantises, and their loops from the inside to the outside.

@@ -150,9 +150,8 @@ MOST_INSTRUCTIONS = {
     "optimizer_update<AdamW, [01], 0, true>": 81.0,
     "optimizer_update<AdamW, 2, 0, true>": 87.3,
     "optimizer_update<AdamW, [34], 0, true>": 86.1,
-    "optimizer_update<Lion, 1, 0, true>": 50.2,
-    "optimizer_update<Lion, [23], 0, true>": 56.5,
-    "optimizer_update<Lion, [04], 0, true>": 75.6,
+    "optimizer_update<Lion, [01], 0, true>": 50.2,
+    "optimizer_update<Lion, [234], 0, true>": 56.5,
     "weight_stream_kernel<0, (true|false), 1, 4, 12>": 3.8,
     "weight_stream_kernel<1, false, 1, 4, 12>": 3.1,
 }
