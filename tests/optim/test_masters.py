@@ -62,6 +62,9 @@ class TestSplit:
         p, _ = split(jnp.asarray(x), 16, WORDS)
         up = np.mean(np.asarray(p).astype(np.float32) > 1)
         assert abs(up - 0.3) < 4 * np.sqrt(0.3 * 0.7 / x.size)
+        keys = np.stack([np.zeros(1 << 16, np.uint32), np.arange(1 << 16, dtype=np.uint32)], 1)
+        one, _ = jax.vmap(split, (None, None, 0))(jnp.asarray(x[:1, :1]), 16, keys)  # an element over keys
+        assert abs(np.mean(np.asarray(one).astype(np.float32) > 1) - 0.3) < 4 * np.sqrt(0.3 * 0.7 / len(keys))
 
     def test_a_weight_that_is_nan_is_a_parameter_that_is(self):
         """0x7FFFFFFF + 0x8000 would carry into -0."""
