@@ -42,9 +42,9 @@ class MasterState(NamedTuple):
 def master_weights(inner: Any, *, bits: int = 32, key: Any = 0) -> Any:
     """`inner` on float32 weights, kept as bfloat16 parameters and a remainder of `bits` - 16 bits.
 
-    Make it the outermost of transformations that read parameters or moments, and apply its updates with
-    `optax.apply_updates`. Its updates are float32 and lead to the new parameter. `optax.apply_if_finite` goes
-    inside. Parameters that are not bfloat16 pass through.
+    Make it the outermost of transformations that read parameters or moments. Its updates are float32 and lead to the
+    new parameter: apply them with `optax.apply_updates`, which keeps the dtype. `optax.apply_if_finite` goes inside.
+    Parameters that are not bfloat16 pass through.
 
     Arguments:
         inner: an `optax.GradientTransformation`; it sees float32 weights and gradients.
@@ -56,7 +56,7 @@ def master_weights(inner: Any, *, bits: int = 32, key: Any = 0) -> Any:
         An `optax.GradientTransformationExtraArgs`, whose state is a `MasterState`.
 
     Raises:
-        TypeError: an argument is none of these, or a parameter is no float.
+        TypeError: an argument is none of these, or a parameter is not an array of floats.
         ValueError: no parameters were given to `update`; the state was made by other arguments or another version; or,
             with 16 bits within `jax.shard_map`, a parameter is a shard. In a jitted update the version is only known
             when the program runs: then the weights become NaN.
