@@ -75,12 +75,13 @@ _POLICIES = ("nothing_saveable", "save_quantized_and_products")
 
 
 def optimizer_bytes() -> str:
-    """By choice of states: bytes per parameter."""
+    """By choice of states: bytes per parameter; a checkpoint has all but the gradient."""
     found = load("optimizer_memory")
-    rows = [("states", "parameter", "gradient", "master", "moments", "all")]
+    rows = [("states", "parameter", "gradient", "master", "moments", "checkpoint", "all")]
     for name, kept in found["results"].items():
         each = [count / found["model"]["elements"] for count in kept.values()]
-        rows.append((name, *(f"{one:.2f}".removesuffix(".00") for one in each), f"{sum(each):.2f}"))
+        sums = sum(each) - kept["gradients"] / found["model"]["elements"], sum(each)
+        rows.append((name, *(f"{one:.2f}".removesuffix(".00") for one in each), *(f"{one:.2f}" for one in sums)))
     return f"{markdown(rows)}\n\n{_of_llama(found)}"
 
 

@@ -23,6 +23,7 @@ from jaxlowprec.optim.leafwise import HeldMoment, HeldWeight, Leafwise, no_signs
 from jaxlowprec.optim.rules import path_of
 
 _U32 = jnp.uint32
+_DTYPES = ("float32", "bfloat16")
 
 
 def adamw(
@@ -134,7 +135,7 @@ class _Optimizer:
 
     def init(self, params: Any) -> Any:
         for path, p in jax.tree_util.tree_leaves_with_path(params):
-            if (found := str(getattr(p, "dtype", type(p).__name__))) not in ("float32", "bfloat16"):
+            if (found := str(getattr(p, "dtype", type(p).__name__))) not in _DTYPES:
                 raise TypeError(
                     f"{self.rule}: the parameter {path_of(path)!r} is {found}; needs float32 or bfloat16 arrays: leave "
                     "it to another transformation with optax.multi_transform"
@@ -183,6 +184,8 @@ class _Optimizer:
             raise ValueError(
                 f"{self.rule}: the gradient of {path!r} is {shown(g)}; the parameter has the shape {p.shape}"
             )
+        if str(g.dtype) not in _DTYPES:
+            raise TypeError(f"{self.rule}: the gradient of {path!r} is {g.dtype}; needs float32 or bfloat16")
         weight = p if isinstance(p, HeldWeight) else HeldWeight(p, None, None, None)
         m, v = [*(x if isinstance(x, HeldMoment) else HeldMoment(x, None, None) for x in old), _NO_MOMENT][:2]
         words = [m.words if v.words is None else v.words, weight.words]  # those of both moments are the same

@@ -218,6 +218,8 @@ class TestErrors:
             tx.update(p, jlp.optim.adamw(1e-3).init(p), p)
         with pytest.raises(ValueError, match="the gradient of 'w' is .*; the parameter has the shape"):
             tx.update({**p, "w": p["w"].T}, state, p)
+        with pytest.raises(TypeError, match="adamw: the gradient of 'w' is float16; needs float32 or bfloat16"):
+            tx.update({**p, "w": p["w"].astype(jnp.float16)}, state, p)
         half = optax.adamw(SCHEDULE).init(params(jnp.bfloat16))
         with pytest.raises(ValueError, match=r"the state has bfloat16\[\] at '0/mu/s'|at '0/mu/b'"):
             tx.update(p, half, p)
