@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import linen as nn
 from flax import nnx
 
@@ -31,6 +32,7 @@ from jaxlowprec.models.transform.weights import Weight
 from jaxlowprec.moe.grouped_linear import MODULE_TYPE
 from jaxlowprec.nnx import converting as nnx_converting
 from jaxlowprec.nnx.einsum import einsum_axes
+from jaxlowprec.ops.checks import FLOATS
 from jaxlowprec.recipes import silence
 from jaxlowprec.recipes.autocast import FROM_CONTEXT, autocast, resolve
 from jaxlowprec.recipes.fields import IN_FLOAT32, Sums, Use
@@ -46,6 +48,14 @@ _OWN = "its module's own: see jaxlowprec.quantize_matmuls"
 def _sums_of(recipe: Recipe | None, is_grouped: bool) -> Sums:
     """How the GEMMs of a layer add up partial sums; those of rows in groups do so in float32."""
     return IN_FLOAT32 if recipe is None or is_grouped else recipe.sums
+
+
+def _roles(recipe: Recipe | None, module_type: str, name: str) -> Roles:
+    """The roles of a layer's own recipe, whose `backward_override` is that of its two backward GEMMs."""
+    if recipe is None:
+        return HIGH_PRECISION
+    roles, override = recipe.roles(module_type, name), recipe.backward_override
+    return roles if override is None else dataclasses.replace(roles, dgrad=override, wgrad=override)
 
 
 def explain(model: Any, /, recipe: Recipe | None = FROM_CONTEXT, *args: Any, **kwargs: Any) -> Explanation:
@@ -115,10 +125,16 @@ def _of_function(fn: Any, recipe: Any, args: Any, kwargs: Any) -> Explanation:
     seen = {leaf for leaf, _ in uses}
     for number, leaf in enumerate(traced.leaves):
         if leaf.name is not None and number not in seen and has_matrices(leaf.shape) and not _is_bias(leaf.name):
-            lost = traced.trace.lost.get(number)
-            note = "looked up" if lost == "gather" else f"not followed through {lost}" if lost else "in no product"
-            layers.append(AppliedRecipe(leaf.name, leaf.shape, note=note))
+            layers.append(AppliedRecipe(leaf.name, leaf.shape, note=_why_unused(traced, number)))
     return Explanation(tuple(layers))
+
+
+def _why_unused(traced: TracedFunction, number: int) -> str:
+    """Why the parameter of that number is in no product that the trace knows."""
+    dtype, lost = traced.value(number).dtype, traced.trace.lost.get(number)
+    if jnp.issubdtype(dtype, jnp.inexact) and dtype not in FLOATS:
+        return f"it is {dtype}; needs bfloat16, float16 or float32"
+    return "looked up" if lost == "gather" else f"not followed through {lost}" if lost else "in no product"
 
 
 def _of_product(
@@ -132,7 +148,7 @@ def _of_product(
     by_name = None if rules is None else rules.within(name)
     reason = use.value if own != by_name else ""
     module_type = MODULE_TYPE if product.grouped else "linear"
-    roles = HIGH_PRECISION if note or own is None else own.roles(module_type, name)
+    roles = HIGH_PRECISION if note else _roles(own, module_type, name)
     if others and not product.weight.computed:
         note = ", ".join(filter(None, [note, f"joined with {silence.listed(others)}"]))
     if not note and rules is not None and (ends := rules.ends(name)):
@@ -179,7 +195,7 @@ def _applied(
     if not name and recipe.at(name) != recipe.at(path):
         note = f"nameless; by its path {_choice(recipe.at(name), recipe.at(path))}: see jaxlowprec.nnx.name_layers"
     is_grouped = isinstance(layer, _GROUPED)
-    roles = recipe.roles(MODULE_TYPE if is_grouped else "linear", name)
+    roles = _roles(recipe.at(name), MODULE_TYPE if is_grouped else "linear", name)
     sums = _sums_of(recipe.at(name), is_grouped)
     if isinstance(axes, str):
         return AppliedRecipe(path, kernel.shape, roles, note, unserved=axes, sums=sums)

@@ -31,6 +31,7 @@ from jaxlowprec.recipes.roles import Recipe
 from jaxlowprec.recipes.transformer_engine import DelayedScaling
 
 _WHO = "quantize_matmuls"
+_AGAIN = "{} is quantised already, and its own rules hold: transform its __wrapped__"
 
 
 def quantize_matmuls(
@@ -79,7 +80,7 @@ def quantize_matmuls(
             tree may be a QuantizedArray, which is multiplied from its codes where it is contracted along the axis that
             it is quantised along, or a weight with an adapter (`jaxlowprec.lora`). fn sees it as an array.
         names: paths to take instead of the leaves' own: one for each leaf of the parameters, in the order of
-            `jax.tree.leaves`, such as `[v.path for v in model.trainable_variables]` of a Keras model.
+            `jax.tree.leaves`, such as the `v.path` of a Keras model's variables.
 
     Returns:
         A function of fn's arguments.
@@ -115,7 +116,9 @@ def quantize_matmuls(
         elif rules is FROM_CONTEXT:  # the scope asks when it is left; fn may have layers that follow it by themselves
             silence.saw(recipe, traced.products)
         else:
-            silence.warn_once(_WHO, recipe, silence.complaints(recipe, traced.names, traced.products), depth=1)
+            again = isinstance(getattr(fn, "transformation", None), QuantizedMatmuls)
+            remedy = _AGAIN.format(_named(fn)) if again else "jaxlowprec.explain says why"
+            silence.warn_once(_WHO, recipe, silence.complaints(recipe, traced.names, traced.products, remedy), depth=1)
         return traced.computed(scaling_state) if traced.changes or traced.has_loaded else fn(*args, **kwargs)
 
     def init_state(*args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -398,7 +401,7 @@ def _is_array(leaf: Any) -> bool:
 
 
 def _named(fn: Any) -> str:
-    return getattr(fn, "__qualname__", None) or repr(fn)
+    return getattr(fn, "__qualname__", None) or shown(fn)
 
 
 def _positions(fn: Any, params: tuple[int | str, ...], args: Any, kwargs: Any) -> dict[int | str, None]:

@@ -10,6 +10,7 @@ from flax import linen as nn
 from flax import nnx
 
 import jaxlowprec.nnx
+from jaxlowprec.arguments import shown
 from jaxlowprec.arrays.quantized_array import QuantizedArray
 from jaxlowprec.layers.low_rank import LoRAKernel, is_quantized
 from jaxlowprec.layers.weight_only import check_whole_blocks, quantize_weight
@@ -166,6 +167,8 @@ def _refused(applied: AppliedRecipe) -> ValueError:
 
 def _of_function(fn: Any, recipe: Any, args: Any, kwargs: Any) -> Any:
     """The parameters of a function for serving."""
+    if not args and not kwargs:
+        raise TypeError(f"{_WHO}: {shown(fn)} without arguments; needs a function, and its arguments after the recipe")
     given = QuantizedMatmuls.of(fn, recipe)
     rules = resolve(_WHO, given.rules)
     traced = TracedFunction(given.fn, given.params, args, kwargs, rules, given.names)

@@ -16,6 +16,7 @@ from jaxlowprec.recipes.qat import DEFAULT_EXCLUDE
 from jaxlowprec.recipes.roles import GEMMS, BackwardOverride, Recipe, Roles
 
 _NEAREST = 3
+_USE_LAYERS = "Use this library's layers, or jaxlowprec.quantize_matmuls for any function"
 _seen: dict[Recipe, set[str]] = collections.defaultdict(set)
 """The names of the layers that have asked for the recipe of a scope, since the process began: a function that is found
 in jit's cache was traced under the same recipe before."""
@@ -33,21 +34,19 @@ def of_scope(recipe: Recipe) -> list[str]:
     return complaints(recipe, names, names)
 
 
-def complaints(recipe: Recipe, names: Iterable[str], products: Iterable[str]) -> list[str]:
+def complaints(recipe: Recipe, names: Iterable[str], products: Iterable[str], remedy: str = _USE_LAYERS) -> list[str]:
     """Complaints about a recipe that reached no layer, or some of whose patterns match none.
 
     Arguments:
         names: of every layer that there is.
         products: of those among them whose parameter is in a matrix product.
+        remedy: what to do where none followed it.
     """
     names, products, title = sorted(set(names)), set(products), type(recipe).__name__
     found = []
     if not any(recipe.within(name) is not None for name in products):
         there = f"; the layers are {listed(names)}" if names else ""
-        found.append(
-            f"no layer followed {title}: everything was computed in high precision{there}. Use this library's layers, "
-            "or jaxlowprec.quantize_matmuls for any function"
-        )
+        found.append(f"no layer followed {title}, which changed nothing{there}. {remedy}")
     if isinstance(recipe, PerLayer) and names:
         for pattern in recipe.unmatched(names):
             nearest = difflib.get_close_matches(pattern, names, _NEAREST, 0.3) or names

@@ -122,3 +122,9 @@ def test_a_summary_counts_what_is_quantised_and_says_why_the_rest_is_not():
     assert explained.summary == f"2 of 7 matrices are quantised; {left}"
     explained = jlp.explain(lambda w, x: x @ w, jlp.NVFP4BlockScaling(), jnp.ones((32, 16)), jnp.ones((4, 32)))
     assert explained.summary == "1 of 1 matrices are quantised"
+
+
+def test_a_parameter_of_another_dtype_is_left_for_its_dtype():
+    """JAX makes parameters of float64 where jax_enable_x64 is set; complex ones need no setting."""
+    explained = jlp.explain(lambda w, x: (x @ w).real, jlp.NVFP4BlockScaling(), jnp.ones((32, 16), complex), X)
+    assert [row.note for row in explained.layers] == ["it is complex64; needs bfloat16, float16 or float32"]

@@ -456,10 +456,15 @@ head    32x8     -                -                -                left out by 
 class TestSilence:
     def test_a_recipe_that_no_layer_follows_warns_once(self):
         function = jlp.quantize_matmuls(lambda p, x: x + p["up"], jlp.MXFP8BlockScaling(fp8_format="HYBRID"))
-        with pytest.warns(UserWarning, match="no layer followed MXFP8BlockScaling.*'up'") as said:
+        with pytest.warns(UserWarning, match="no layer followed MXFP8BlockScaling.*'up'.*explain says why") as said:
             function({"up": jnp.ones((4, 4))}, 1.0)
             function({"up": jnp.ones((4, 4))}, 1.0)
         assert len(said) == 1
+
+    def test_one_that_is_quantised_already_is_told_so(self):
+        once = jlp.quantize_matmuls(THEIRS["plain"], MXFP8)
+        with pytest.warns(UserWarning, match="plain is quantised already.*transform its __wrapped__"):
+            assert_same_bytes(jlp.quantize_matmuls(once, NVFP4)(PARAMS, X), once(PARAMS, X))
 
     def test_a_rule_that_matches_nothing_names_the_nearest(self):
         rules = jlp.PerLayer((("op", None),), MXFP8)

@@ -1,6 +1,7 @@
 """quantize_params of functions: parameters in few bits with which the quantised function gives the bits of training."""
 
 import dataclasses
+import functools
 import itertools
 
 import jax
@@ -140,6 +141,10 @@ class TestWhichParameters:
         for recipe in (None, jlp.NVFP4BlockScaling(), jlp.Int4QAT(16, exclude=("",))):
             with pytest.raises(ValueError, match="no layer follows a recipe of quantisation-aware training"):
                 jlp.quantize_params(self.function, recipe, self.params, X)
+
+    def test_a_callable_model_needs_arguments(self):
+        with pytest.raises(TypeError, match="quantize_params: .*partial.* without arguments; needs"):
+            jlp.quantize_params(functools.partial(jnp.dot, jnp.ones((32, 32))), jlp.Int4QAT())
 
     def test_a_module_is_passed_itself(self):
         linear = nnx.Linear(32, 32, rngs=nnx.Rngs(0))

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import jax.numpy as jnp
 import pytest
 from flax import nnx
 
@@ -115,6 +116,16 @@ class TestRoles:
             blocks = "x".join(map(str, role.format.block))
             row = f"| {name} | {blocks} | {role.rounding} | {'yes' if role.hadamard else 'no'} |"
             assert row in jlp.NVFP4BlockScaling.__doc__
+
+
+@pytest.mark.parametrize(("override", "shown"), [("high_precision", "-"), ("dequantized", "decoded")])
+def test_a_backward_override_is_explained(override, shown):
+    recipe = jlp.MXFP8BlockScaling(backward_override=override)
+    table = str(jlp.explain(lambda w, x: x @ w, jlp.PerLayer((), recipe), jnp.ones((64, 48)), jnp.ones((8, 64))))
+    assert f"fprop MXFP8 E4M3 1x32, dgrad {shown}  fprop MXFP8 E4M3 1x32, wgrad {shown}  -" in table
+    assert table.splitlines()[1].split()[2:] in (
+        line.split()[2:] for line in str(jlp.explain(jlp.nnx.Linear(64, 48, rngs=nnx.Rngs(0)), recipe)).splitlines()
+    )
 
 
 class TestForwardOverride:
