@@ -109,7 +109,7 @@ def _run(eqn, operands):
     return found
 
 
-_CALLS = ("jit", "closed_call", "custom_jvp_call", "custom_vjp_call", "custom_vmap_call", "custom_partitioning")
+_CALLS = ("jit", "closed_call", "custom_jvp_call", "custom_vjp_call", "custom_vmap_call")
 
 
 def _bitcast(x, new_dtype):

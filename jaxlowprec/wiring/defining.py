@@ -10,10 +10,9 @@ from typing import Any, Literal, NamedTuple, NoReturn, Protocol
 
 import jax
 import jax.numpy as jnp
-from jax.custom_batching import custom_vmap
 from jax.experimental.custom_partitioning import custom_partitioning
-from jax.extend.core import Primitive, jaxpr_as_fun
-from jax.interpreters import mlir
+from jax.extend.core import Primitive
+from jax.interpreters import batching, mlir
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec, use_abstract_mesh
 
 from jaxlowprec.wiring.placement import check_pieces, mesh_array, refine
@@ -31,7 +30,8 @@ Op = Callable[..., tuple[jax.Array, ...]]
 Elsewhere = Literal["portable", "reference", "refused"]
 """How an op is computed on a platform for which it has no native body."""
 UNPARTITIONED = ("tpu",)
-"""Platforms whose compiler calls no partitioning rules (https://github.com/jax-ml/jax/issues/38196)."""
+"""Platforms whose compiler calls no partitioning rules (https://github.com/jax-ml/jax/issues/38196). It partitions the
+bodies of ops itself, as it does every other operation."""
 AddUp = Callable[[jax.Array], jax.Array]
 """Adds up partial results of devices, see `define`'s `when_reduced`."""
 
@@ -114,25 +114,10 @@ def _unless_empty(native: Body, reference: Body) -> Body:
     return lambda *args: (native if args[0].size else reference)(*args)
 
 
-_whole_p: Any = Primitive("jaxlowprec_whole")
-"""An op of whole arrays: `call`, whose partitioning rule splits it over a mesh. Where there are no such rules, the body
-that `unpartitioned` makes is lowered, and the compiler partitions it as it does every other operation."""
-_whole_p.multiple_results = True
-_whole_p.def_abstract_eval(lambda *_, call, unpartitioned: call.out_avals)
-_whole_p.def_impl(lambda *args, call, unpartitioned: jaxpr_as_fun(call)(*args))
-
-
-def _lower_whole(ctx: Any, *args: Any, call: Any, unpartitioned: Callable) -> Any:
-    return mlir.lower_fun(jaxpr_as_fun(call), multiple_results=True)(ctx, *args)
-
-
-def _lower_unpartitioned(ctx: Any, *args: Any, call: Any, unpartitioned: Callable) -> Any:
-    return _lowering(unpartitioned(ctx))(ctx, *args)
-
-
-mlir.register_lowering(_whole_p, _lower_whole)
-for _platform in UNPARTITIONED:
-    mlir.register_lowering(_whole_p, _lower_unpartitioned, platform=_platform)
+_identity = custom_partitioning(lambda x: x)
+_identity.def_partition(None)
+_PARTITIONED = jax.make_jaxpr(_identity)(jax.ShapeDtypeStruct((), "uint8"))
+"""A parameter of ops. JAX names a program's devices while it lowers it only if it sees a partitioned operation."""
 
 
 def as_bytes(x: jax.Array) -> jax.Array:
@@ -211,12 +196,12 @@ def define(
             native = {platform: _without_last(body) for platform, body in mapping.items()}
         bodies = {platform: _without_last(body) for platform, body in bodies.items()}
         on_one_device = {platform: _without_last(body) for platform, body in (on_one_device or {}).items()}
-    primitive: Any = Primitive(name)
-    primitive.multiple_results = True
+    primitive: Any = Primitive(name)  # of whole arrays, which a mesh may split
+    local: Any = Primitive(f"{name}_local")  # of the arrays that one device has
+    primitive.multiple_results = local.multiple_results = True
     collectives = [collective] * len(rule.results) if callable(collective) else collective
 
-    @primitive.def_abstract_eval
-    def _(*avals: Any) -> list[Any]:
+    def types(*avals: Any, **_: Any) -> list[Any]:
         first, shapes = avals[0], outputs(*avals)
         mesh = first.sharding.mesh
         split: Split = {}
@@ -224,7 +209,7 @@ def define(
             operands = [MeshArray(a.shape, a.sharding.spec, a.dtype.itemsize) for a in avals]
             wanted = None
             if out_spec is not None:
-                (shape, dtype), *_ = shapes
+                shape, dtype = shapes[0]
                 wanted = MeshArray(shape, out_spec, jnp.dtype(dtype).itemsize)
             split = rule.split(mesh, operands, [wanted] if wanted else [])
             split = {**split, **rule.landed(mesh, split, wanted)[0]}
@@ -237,6 +222,9 @@ def define(
             )
             for tokens, (shape, dtype) in zip(rule.results, shapes, strict=True)
         ]
+
+    primitive.def_abstract_eval(types)
+    local.def_abstract_eval(types)
 
     def body_elsewhere(platform: str | None) -> Body:
         if elsewhere == "refused":
@@ -251,19 +239,19 @@ def define(
     kernels = on_one_device if on_one_device and elsewhere == "portable" else {}
     for platform in dict.fromkeys([*bodies, *kernels, *by_reference, *(missing or ())]):
         kernel = _unless_empty(kernels[platform], reference) if platform in kernels else None
-        mlir.register_lowering(primitive, _lowering(body_elsewhere(platform), kernel), platform=platform)
+        mlir.register_lowering(local, _lowering(body_elsewhere(platform), kernel), platform=platform)
     primitive.native = {}  # the kernels' calls by platform: tests make them without a compiled program
     if native:
         for platform in platforms:
             body = native[platform] if isinstance(native, Mapping) else native
             primitive.native[platform] = body
-            mlir.register_lowering(primitive, _lowering(_unless_empty(body, reference)), platform=platform)
+            mlir.register_lowering(local, _lowering(_unless_empty(body, reference)), platform=platform)
 
     def bind(*args: jax.Array) -> tuple[jax.Array, ...]:
-        return tuple(primitive.bind(*align_varying(*args)))
+        return tuple(local.bind(*align_varying(*args)))
 
     @primitive.def_impl
-    def _(*args: jax.Array) -> tuple[jax.Array, ...]:
+    def _(*args: jax.Array, **_: Any) -> tuple[jax.Array, ...]:
         # The implementation is chosen in lowering, which jax.disable_jit would skip. The op is compiled as a whole: a
         # body that calls other ops is lowered without devices unless JAX sees a partitioned op around it.
         with jax.disable_jit(False):
@@ -319,46 +307,44 @@ def define(
     split = custom_partitioning(lambda dtypes, *args: _on_bytes(bind, dtypes)(*args), static_argnums=(0,))
     split.def_partition(partition, decode_shardings=False, sharding_rule=sharding_rule)
 
-    def unpartitioned(ctx: Any, dtypes: Sequence[Any]) -> Body:
-        if adder is not IN_THEIR_DTYPE and getattr(ctx.module_context.axis_context, "num_devices", 1) > 1:
-            raise NotImplementedError(
-                f"{name}: this platform's compiler adds up the partial sums of devices itself, in float32 or the "
-                "result's dtype; remove `sums=`, or call the op within jax.shard_map over all mesh axes"
-            )
-        return _on_bytes(bind, dtypes)
+    def lower(ctx: Any, *args: Any, **_: Any) -> Any:
+        if {*(ctx.platforms or ctx.module_context.platforms)} <= {*UNPARTITIONED}:
+            if adder is not IN_THEIR_DTYPE and getattr(ctx.module_context.axis_context, "num_devices", 1) > 1:
+                raise NotImplementedError(
+                    f"{name}: this platform's compiler adds up the partial sums of devices itself, in float32 or the "
+                    "result's dtype; remove `sums=`, or call the op within jax.shard_map over all mesh axes"
+                )
+            return _lowering(bind)(ctx, *args)
+        dtypes = tuple(aval.dtype for aval in ctx.avals_in)
 
-    @functools.cache
-    def op_of(*dtypes: Any) -> Op:
-        """The op on arrays of these dtypes; its 8-bit floats travel as bytes."""
+        def run(*args: jax.Array) -> tuple[jax.Array, ...]:
+            return from_bytes(split(dtypes, *map(as_bytes, args)), [aval.dtype for aval in ctx.avals_out])
 
-        def whole(*args: jax.Array) -> tuple[jax.Array, ...]:
-            call = jax.make_jaxpr(functools.partial(split, dtypes))(*args)
-            return tuple(_whole_p.bind(*args, call=call, unpartitioned=functools.partial(unpartitioned, dtypes=dtypes)))
+        return mlir.lower_fun(bind if _is_on_one_device(ctx) else run, multiple_results=True)(ctx, *args)
 
-        op = custom_vmap(whole)
+    mlir.register_lowering(primitive, lower)
 
-        @op.def_vmap
-        def _(size: int, batched: Sequence[bool], *args: jax.Array) -> tuple[tuple[jax.Array, ...], tuple[bool, ...]]:
-            for i, (mapped, tokens) in enumerate(zip(batched, rule.operands, strict=True)):
-                if mapped and tokens[:1] != ["..."]:
-                    raise NotImplementedError(
-                        f"{name}: operand {i} has no batch axes and cannot be mapped over by vmap"
-                    )
-            widened = [
-                a if mapped or tokens[:1] != ["..."] else jnp.broadcast_to(a, (size, *a.shape))
-                for a, mapped, tokens in zip(args, batched, rule.operands, strict=True)
-            ]
-            out = op(*widened)
-            return out, (True,) * len(out)
+    def batch(args: Sequence[jax.Array], dims: Sequence[int | None], **_: Any) -> tuple[Sequence[jax.Array], list[int]]:
+        (size,) = {a.shape[dim] for a, dim in zip(args, dims, strict=True) if dim is not None}
+        widened = []
+        for i, (a, dim, tokens) in enumerate(zip(map(as_bytes, args), dims, rule.operands, strict=True)):
+            if dim is not None and tokens[:1] != ["..."]:
+                raise NotImplementedError(f"{name}: operand {i} has no batch axes and cannot be mapped over by vmap")
+            if dim is not None:
+                a = jnp.moveaxis(a, dim, 0)
+            elif tokens[:1] == ["..."]:
+                a = jnp.broadcast_to(a, (size, *a.shape))
+            widened.append(a)
+        out = op(*from_bytes(widened, [a.dtype for a in args]))
+        return out, [0] * len(out)
 
-        return op
+    batching.primitive_batchers[primitive] = batch
 
     def op(*args: jax.Array) -> tuple[jax.Array, ...]:
-        results = op_of(*(jnp.dtype(a.dtype) for a in args))(*map(as_bytes, args))
-        return from_bytes(results, [dtype for _, dtype in outputs(*args)])
+        return tuple(primitive.bind(*align_varying(*args), partitioned=_PARTITIONED))
 
-    compiled = jax.jit(op, inline=inline)
-    return compiled
+    compiled = jax.jit(op)
+    return op if inline else compiled
 
 
 def _refusal(message: str) -> Body:

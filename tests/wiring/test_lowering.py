@@ -39,6 +39,13 @@ def test_shapes_and_dtypes_come_from_outputs_alone(shape):
     assert (seen.shape, seen.dtype) == (sums.shape, jnp.int32)
 
 
+def test_an_op_is_one_equation():
+    """How a mesh splits it is found when it is lowered."""
+    op = define("within", rule=RULE, outputs=outputs, reference=body(1), inline=True)
+    (eqn,) = jax.make_jaxpr(op)(*operands((4, 8))).eqns
+    assert eqn.primitive.name == "within"
+
+
 @pytest.mark.parametrize(("platform", "ran"), [("cpu", "native"), ("cuda", "reference"), ("tpu", "reference")])
 def test_only_the_chosen_body_is_traced(platform, ran):
     traced = []
