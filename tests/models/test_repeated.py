@@ -78,6 +78,25 @@ def test_eager_calls_run_single_equations(monkeypatch):
         jax.jit(loss)(PARAMS, X)
 
 
+def test_biases_are_part_of_shared_functions(monkeypatch):
+    """What leads to no product is not followed, so equations of such parameters are differentiated once, too."""
+    alone = []
+
+    def runs_of(jaxpr, others):
+        alone.extend(jaxpr.eqns[i] for i in others)
+        return repeated.runs_of(jaxpr, others)
+
+    def loss(params, x):
+        for weight, bias in params:
+            x = x @ weight.astype(x.dtype) + bias.astype(x.dtype)
+        return x.astype(jnp.float32).sum()
+
+    monkeypatch.setattr(evaluating, "runs_of", runs_of)
+    jax.jit(jlp.quantize_matmuls(loss, RECIPE)).trace([(w, w[0]) for w in PARAMS.values()], X)
+    found = collections.Counter((eqn.primitive.name, eqn.outvars[0].aval.shape) for eqn in alone)
+    assert found == {("convert_element_type", (32, 32)): len(PARAMS), ("dot_general", (16, 32)): len(PARAMS)}
+
+
 def test_cast_that_only_products_read_is_not_evaluated():
     def casts(params):
         found = jax.make_jaxpr(jlp.quantize_matmuls(loss_with(jnp.exp), RECIPE))(params, X).jaxpr.eqns

@@ -129,7 +129,8 @@ class Flow:
     Attributes:
         results: the parameters that its results are.
         changes: whether any of its products follows a recipe.
-        steps: its equations that have parameters among their operands, by their numbers.
+        steps: its equations that have parameters among their operands, by their numbers; of those, the ones that lead
+            to products that follow a recipe, to its results, or take loaded parameters.
     """
 
     results: Weights
@@ -188,6 +189,15 @@ class ParameterTrace:
                 found |= zip(eqn.outvars, step.results, strict=True)
             origins.add(eqn)
         results = tuple(None if _is_literal(v) else found.get(v) for v in jaxpr.outvars)
+        followed = {v: weight for v, weight in found.items() if weight is not None}
+        read = {v for v in jaxpr.outvars if not _is_literal(v)} & followed.keys()
+        for number in reversed([*steps]):
+            eqn = jaxpr.eqns[number]
+            taken = {v for v in eqn.invars if not _is_literal(v)} & followed.keys()
+            if steps[number].changes or any(followed[v].loaded for v in taken) or not read.isdisjoint(eqn.outvars):
+                read |= taken
+            else:
+                del steps[number]
         return Flow(results, any(step.changes for step in steps.values()), steps)
 
     def _step(self, eqn: Any, given: list[Weight | None], origins: Origins) -> Step:
