@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxlowprec import wiring
@@ -91,9 +92,9 @@ def decoded(x: Any, dtype: jax.typing.DTypeLike) -> jax.Array:
     return x.dequantize(dtype) if isinstance(x, QuantizedArray) else x.astype(dtype)
 
 
-def dtype_marker(x: jax.Array | None) -> jax.Array | None:
+def dtype_marker(x: jax.Array | None) -> np.ndarray | None:
     """An empty array that carries x's dtype to the backward pass, because a dtype cannot be a residual."""
-    return None if x is None else jnp.zeros((), x.dtype)
+    return None if x is None else np.zeros((), x.dtype)
 
 
 def plain_matmul(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 MIN_NORMAL_BITS = 0x00800000
 INFINITY_BITS = 0x7F800000
@@ -68,7 +69,7 @@ def _(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array,
 
 def magnitude_bits(x: jax.Array) -> jax.Array:
     """The bits of |x| for a float32 x, as uint32: they sort like magnitudes, infinity above, NaN above infinity."""
-    return jax.lax.bitcast_convert_type(x, jnp.uint32) & jnp.uint32(0x7FFFFFFF)
+    return jax.lax.bitcast_convert_type(x, jnp.uint32) & np.uint32(0x7FFFFFFF)
 
 
 def from_bits(bits: jax.Array) -> jax.Array:

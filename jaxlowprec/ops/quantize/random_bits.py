@@ -237,5 +237,5 @@ def keyless_seed(rows: int, columns: int, name: str) -> np.ndarray:
 def keyless_words(amax: jax.Array, seed: jax.Array | np.ndarray) -> jax.Array:
     """A 64-bit mix of the bits of a tensor's amax [...] and a seed, for each slice: [..., 2]."""
     bits = magnitude_bits(amax)
-    index = jnp.arange(bits.size, dtype=jnp.uint32).reshape(bits.shape)
+    index = jax.lax.iota(jnp.uint32, bits.size).reshape(bits.shape)
     return words_at(_KEYLESS, bits, seed, index, stream=2)
