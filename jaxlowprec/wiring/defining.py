@@ -85,8 +85,8 @@ def _as_by_default() -> Iterator[None]:
 
 
 def _lowering(body: Body, on_one_device: Body | None = None) -> Callable[..., Any]:
-    def rule(ctx: Any, *args: Any) -> Any:
-        chosen = on_one_device if on_one_device and _is_on_one_device(ctx) else body
+    def rule(ctx: Any, *args: Any, alone: bool = True) -> Any:
+        chosen = on_one_device if on_one_device and alone else body
         lower = mlir.lower_fun(chosen, multiple_results=True)
         avals_in, avals_out = (
             [jax.core.ShapedArray(a.shape, a.dtype) for a in avals] for avals in (ctx.avals_in, ctx.avals_out)
@@ -148,6 +148,7 @@ def define(
     out_spec: PartitionSpec | None = None,
     portable: Body | Mapping[str | None, Body] | None = None,
     on_one_device: Mapping[str, Body] | None = None,
+    native_on_one_device: Mapping[str, Body] | None = None,
     fenced: bool = False,
     elsewhere: Elsewhere = "reference",
     by_reference: Sequence[str] = (),
@@ -177,6 +178,7 @@ def define(
             mapping has a body for each of some platforms, and under None that for all others. None: the reference.
         on_one_device: as `portable`, by platform, preferred to it where a program runs on one device, or the op is in a
             shard_map over all mesh axes: kernels that the platform's compiler cannot split.
+        native_on_one_device: the same for `native`: calls with operands that nothing splits.
         fenced: whether portable results are stored before they are read. Without it XLA computes them again in each
             reader's loop; an FFI call's results are stored anyway.
         elsewhere: what computes the op on platforms without a native body; "refused" raises NotImplementedError.
@@ -245,10 +247,11 @@ def define(
         for platform in platforms:
             body = native[platform] if isinstance(native, Mapping) else native
             primitive.native[platform] = body
-            mlir.register_lowering(local, _lowering(_unless_empty(body, reference)), platform=platform)
+            alone = _unless_empty((native_on_one_device or {}).get(platform, body), reference)
+            mlir.register_lowering(local, _lowering(_unless_empty(body, reference), alone), platform=platform)
 
-    def bind(*args: jax.Array) -> tuple[jax.Array, ...]:
-        return tuple(local.bind(*align_varying(*args)))
+    def bind(*args: jax.Array, alone: bool = False) -> tuple[jax.Array, ...]:
+        return tuple(local.bind(*align_varying(*args), alone=alone))
 
     @primitive.def_impl
     def _(*args: jax.Array, **_: Any) -> tuple[jax.Array, ...]:
@@ -314,13 +317,14 @@ def define(
                     f"{name}: this platform's compiler adds up the partial sums of devices itself, in float32 or the "
                     "result's dtype; remove `sums=`, or call the op within jax.shard_map over all mesh axes"
                 )
-            return _lowering(bind)(ctx, *args)
+            return _lowering(functools.partial(bind, alone=_is_on_one_device(ctx)))(ctx, *args)
         dtypes = tuple(aval.dtype for aval in ctx.avals_in)
 
         def run(*args: jax.Array) -> tuple[jax.Array, ...]:
             return from_bytes(split(dtypes, *map(as_bytes, args)), [aval.dtype for aval in ctx.avals_out])
 
-        return mlir.lower_fun(bind if _is_on_one_device(ctx) else run, multiple_results=True)(ctx, *args)
+        body = functools.partial(bind, alone=True) if _is_on_one_device(ctx) else run
+        return mlir.lower_fun(body, multiple_results=True)(ctx, *args)
 
     mlir.register_lowering(primitive, lower)
 

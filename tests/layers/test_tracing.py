@@ -90,3 +90,11 @@ def test_delayed_scaling_lowers_its_divisions_once():
     arguments = states, jnp.ones((32, 32)), jnp.ones((32, 32), jnp.bfloat16)
     lowered = jax.jit(jax.grad(model, (0, 1))).lower(*arguments)
     assert lowered.as_text().count("\n") < 1500
+
+
+def test_indices_of_random_bits_are_constants_on_one_device():
+    """XLA runs each iota, on GPUs as a kernel; equal constants are one."""
+    with jlp.autocast(RECIPES["nvfp4"]):
+        text = linears(2).lower().compile().as_text()
+    assert "stochastic = true" in text
+    assert " iota(" not in text

@@ -306,13 +306,14 @@ class _Call(NamedTuple):
         return found if self.axis_name is None else [largest_over(amax, self.axis_name) for amax in found]
 
     def spec(
-        self, x: jax.Array, directions: tuple[bool, bool], hadamard: Hadamard | None, stochastic: bool
+        self, x: jax.Array, directions: tuple[bool, bool], hadamard: Hadamard | None, stochastic: bool, offset: Any
     ) -> QuantizeSpec:
         """The variant of the op that quantises x. `hadamard`: the rotation that the op applies, or None."""
         options = {
             "encode_scale_given": self.encode_scale_given,
             "rows_split": self.rows_split,
             "eden": self.eden,
+            "offset": offset is not None,
         }
         return spec_of(x, self.format, directions, hadamard, stochastic, **options)
 
@@ -334,7 +335,7 @@ def _quantize(
             x = jnp.where(jnp.isnan(x), jnp.nan, x)
     if tensor is None and fmt.has_tensor_scale:
         (tensor,) = call.amaxes(x, fused is None, fused)
-    spec = call.spec(x, (not columnwise, columnwise), fused, words is not None)
+    spec = call.spec(x, (not columnwise, columnwise), fused, words is not None, offset)
     tensors = [] if tensor is None else [tensor]
     if spec.by_lines and call.axis_name is not None:
         tensors = amaxes_of_lines(spec, dict.fromkeys("cr", names_of(call.axis_name)), x)
@@ -351,7 +352,7 @@ def _quantize_both(
     if tensors[0] is None:
         tensors = call.amaxes(x, True, call.rotation) if call.format.has_tensor_scale else []
     tensors = [*tensors[:1], *tensors[-1:]]
-    spec = call.spec(x, (True, True), call.rotation, words is not None)
+    spec = call.spec(x, (True, True), call.rotation, words is not None, offset)
     found = quantize_op(spec, call.implementation)(x, *tensors, *random_operands(spec, x, words, offset))
     row, column = quantized_arrays(found, tensors, spec, like=x)
     return row, column

@@ -41,6 +41,7 @@ class QuantizeSpec:
         rows_split: x is [..., S, R, C], one tensor, and so are the results; see `ops.split_rows`.
         eden: scales are corrected and rounded stochastically, codes to nearest (numerics.md 14); only for NVFP4 1x16.
         amaxes_given: the amaxes of lines are operands, since lines go on elsewhere; only for scales of lines.
+        offset: x is a part of the array that random bits are drawn for.
     """
 
     format: Any
@@ -54,6 +55,7 @@ class QuantizeSpec:
     rows_split: bool = False
     eden: bool = False
     amaxes_given: bool = False
+    offset: bool = False
 
     @property
     def by_lines(self) -> bool:
@@ -193,11 +195,12 @@ def quantize_op(spec: QuantizeSpec, implementation: Implementation) -> wiring.Op
 
     def when_split(axes: Mapping[str, Any], x: jax.Array, *operands: jax.Array) -> Sequence[jax.Array]:
         """The amaxes of lines that are split come first, and then the codes of each part."""
-        given = dataclasses.replace(spec, amaxes_given=True)
+        given = dataclasses.replace(spec, amaxes_given=True, offset=True)
         return quantize_op(given, implementation)(x, *amaxes_of_lines(spec, axes, x), *operands)
 
     calls = reference_call, native_call, tpu_call
     bodies: list[Callable] = [*(functools.partial(call, spec) for call in calls), run_on_gpu]
+    bodies += [counted(spec, bodies[1]), counted(spec, bodies[3])]
     if spec.rows_split:
         bodies = [on_matrix(body) for body in bodies]
     return wiring.define(
@@ -208,10 +211,33 @@ def quantize_op(spec: QuantizeSpec, implementation: Implementation) -> wiring.Op
         reference=bodies[0],
         native={"cpu": bodies[1], "cuda": bodies[3]},
         on_one_device={"tpu": bodies[2]},
+        native_on_one_device={"cpu": bodies[4], "cuda": bodies[5]},
         fenced=True,
         when_split=when_split if spec.by_lines else None,
         **chosen,
     )
+
+
+def counted(spec: QuantizeSpec, native: wiring.Body) -> wiring.Body:
+    """A native body for one device, where indices are constants: XLA keeps one for all calls, but runs each iota.
+
+    They have two axes: XLA makes an iota of a constant that counts along its only axis.
+    """
+    if not spec.stochastic or spec.offset:
+        return native
+
+    def body(x: jax.Array, *operands: jax.Array) -> Sequence[jax.Array]:
+        first = len(operands) - 2 * spec.directions
+        indices: Sequence[Any] = operands[first:]
+        if all(isinstance(index.size, int) and index.size <= MOST_CONSTANTS for index in indices):
+            indices = [np.arange(index.size, dtype=np.uint32)[None] for index in indices]
+        return native(x, *operands[:first], *indices)
+
+    return body
+
+
+MOST_CONSTANTS = 1 << 16
+"""Indices in a constant, 256 KiB; more are counted by the program."""
 
 
 def amaxes_of_lines(spec: QuantizeSpec, axes: Mapping[str, Any], x: jax.Array) -> list[jax.Array]:
@@ -342,12 +368,14 @@ def spec_of(
     encode_scale_given: bool = False,
     rows_split: bool = False,
     eden: bool = False,
+    offset: bool = False,
 ) -> QuantizeSpec:
     """The variant that quantises x [..., R, C] rowwise, columnwise or both; see `QuantizeSpec`."""
     rowwise, columnwise = directions
     rows, columns = x.shape[-2:]
     ragged = rows % unit(fmt, columnwise, stochastic) != 0, columns % unit(fmt, rowwise, stochastic) != 0
-    return QuantizeSpec(fmt, *directions, hadamard, stochastic, encode_scale_given, *ragged, rows_split, eden)
+    options: Any = {"rows_split": rows_split, "eden": eden, "offset": offset}
+    return QuantizeSpec(fmt, *directions, hadamard, stochastic, encode_scale_given, *ragged, **options)
 
 
 def random_operands(
