@@ -120,7 +120,8 @@ def main() -> None:
             flush=True,
         )
     if options.save:
-        save(f"optimizer_{options.cores}" + (f"_{options.isa}" if options.isa else ""), {"isa": native.isa(), "shape": shape, "cases": found})
+        name = "_".join(filter(None, ["optimizer", str(options.cores), options.isa]))
+        save(name, {"isa": native.isa(), "shape": shape, "cases": found})
 
 
 if __name__ == "__main__":
