@@ -18,6 +18,7 @@ from jaxlowprec.ops.hadamard import hadamard_op
 from jaxlowprec.ops.int4 import op as int4
 from jaxlowprec.ops.norms.op import norm_gradient_op, norm_op
 from jaxlowprec.ops.norms.quantized import norm_quantize_op
+from jaxlowprec.ops.quantize import random_bits
 from jaxlowprec.ops.quantize.op import quantize_op
 from jaxlowprec.ops.quantize.row_scaled import row_scaled_quantize_op
 from jaxlowprec.ops.scaled_matmul.op import matmul_op
@@ -33,8 +34,9 @@ STATISTICS_OPS = (moments_op, outliers_op, sums_op, statistics_op)
 INT4_OPS = (int4.fake_quantize_op, int4.quantize_op, int4.dequantize_op)
 
 
-def _forget():
-    for op in (*OPS, *GROUPED_OPS, *INT4_OPS, *PRODUCER_OPS, *STATISTICS_OPS):
+def forget_ops():
+    """Each op asks once which kernels there are, and for the implementation by default."""
+    for op in (*OPS, *GROUPED_OPS, *INT4_OPS, *PRODUCER_OPS, *STATISTICS_OPS, random_bits._words_op):
         op.cache_clear()
     jax.clear_caches()
 
@@ -43,12 +45,12 @@ def _forget():
 def claiming_cuda(capability=None):
     """As with CUDA kernels built in and GPUs of that compute capability; None: as with kernels, but no GPU."""
     library = dataclasses.replace(native.library(), platforms=("cpu", "cuda"), missing={})
-    _forget()
+    forget_ops()
     try:
         with mock.patch.multiple(native, library=lambda: library, compute_capability=lambda: capability):
             yield
     finally:
-        _forget()
+        forget_ops()
 
 
 @dataclasses.dataclass(frozen=True)

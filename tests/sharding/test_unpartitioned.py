@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxlowprec as jlp
 from jaxlowprec.wiring import defining
+from tests.cuda_without_gpu.claiming_cuda import forget_ops
 from tests.helpers import assert_same_bytes, random_array
 from tests.sharding.meshes import by_axis_type, collectives, mesh_of, on_mesh, place
 
@@ -38,6 +39,14 @@ def unpartitioned():
         patch.setattr(defining, "UNPARTITIONED", ("cpu",))
         yield
     jax.clear_caches()
+
+
+@pytest.fixture
+def portable(monkeypatch):
+    monkeypatch.setenv("JAXLOWPREC_IMPLEMENTATION", "portable")
+    forget_ops()
+    yield
+    forget_ops()
 
 
 def test_no_rule_is_called(monkeypatch):
@@ -74,9 +83,8 @@ def test_an_amax_is_reduced_as_an_integer():
 @by_axis_type
 @pytest.mark.parametrize("recipe", [jlp.Float8CurrentScaling(), jlp.MXFP8BlockScaling(), jlp.NVFP4BlockScaling()])
 @pytest.mark.parametrize("specs", [(P("a"), P(None, "b")), (P("a", "b"), P("b"))], ids=["column", "row"])
-def test_a_parallel_linear_has_the_numbers_of_one_device(recipe, specs, axis_type, monkeypatch):
+def test_a_parallel_linear_has_the_numbers_of_one_device(recipe, specs, axis_type, portable):
     """Column- and row-parallel, forwards and backwards."""
-    monkeypatch.setenv("JAXLOWPREC_IMPLEMENTATION", "portable")
     x, w = random_array((64, 256), seed=3), random_array((256, 128), seed=4)
     key = jax.random.key(0)
 
