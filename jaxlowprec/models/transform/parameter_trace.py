@@ -129,8 +129,8 @@ class Flow:
     Attributes:
         results: the parameters that its results are.
         changes: whether any of its products follows a recipe.
-        steps: its equations that have parameters among their operands, by their numbers; of those, the ones that lead
-            to products that follow a recipe, to its results, or take loaded parameters.
+        steps: its equations that take parameters and lead to its results or to a product that follows a recipe, or that
+            take loaded ones; by their numbers.
     """
 
     results: Weights
