@@ -94,7 +94,8 @@ HELLO = b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03"  # the first bytes of TL
 def test_a_stranger_that_drips_bytes_is_dropped(within_tls):
     """Silence is for those who have proved the secret: of a stranger all has to come within the time."""
     with over_tcp(handshake_timeout=TIMEOUT) as (receiver, listening, _, _):
-        stranger, started = socket.create_connection(listening.address), time.monotonic()
+        started = time.monotonic()  # before the receiver can accept
+        stranger = socket.create_connection(listening.address)
         if within_tls:
             stranger, _ = ClientTls(None).connect(stranger, "127.0.0.1", Deadline(60, "TLS"))
         with stranger:
