@@ -50,6 +50,11 @@ def optimizer_study_demo() -> str:
     return _gaps_of_states(load("optimizer_study_demo"))
 
 
+def optimizer_study_small() -> str:
+    """The same of the largest model, with few bytes per step."""
+    return _gaps_of_states(load("optimizer_study_small"))
+
+
 def _gaps_of_states(result: dict) -> str:
     steps = f"{result['summary'][0]['steps']} steps"
     rows = [("optimizer", "b2", "recipe", "states", "loss gap", "by seed", "validation gap", "bound", "within")]

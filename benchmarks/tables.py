@@ -48,6 +48,7 @@ TABLES = {
             study_tables.eight_bit_study,
             study_tables.optimizer_study,
             study_tables.optimizer_study_demo,
+            study_tables.optimizer_study_small,
             *(study_tables.kv_formats, study_tables.kv_speed),
             study_tables.calibration,
         ),
