@@ -176,10 +176,8 @@ class LayerCall:
         out_sharding = self._out_sharding(x, w, out_sharding)
         shardings = sharding_of(x), sharding_of(w), sharding_of(bias)
         of_recipe = recipe.backward_override, recipe.sums, recipe.delayed
-        as_k_by_n = (
-            roles.draws_for_weight or recipe.sums.drawn or roles.requantized or shardings[1]
-        )  # draws by position
-        as_it_lies = self.transposed and not as_k_by_n
+        drawn = roles.draws_for_weight or recipe.sums.drawn  # by positions in [K, N]
+        as_it_lies = self.transposed and not (drawn or roles.requantized or shardings[1])
         of_call: Any = jnp.dtype(out_dtype), shardings, out_sharding, rows_split, self.precision, as_it_lies
         spec = GemmSpec(roles, *of_recipe, *of_call)
         silence.warn_once(self.who, recipe, silence.of_roles(roles, recipe.backward_override), depth=2)

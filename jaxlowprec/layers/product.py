@@ -369,10 +369,12 @@ def backward(
     dw = None
     with in_profiles("wgrad"):
         dtype: Any = None if w_marker is None else w_marker.dtype if total is None else jnp.float32
-        if w_marker is not None and spec.transposed and spec.wgrad_commutes:
-            dw = rows.wgrad(dy_column, x, dtype, None, None if total is None else total.mT).mT
-        elif w_marker is not None and spec.wgrad:
-            dw = rows.wgrad(x, dy_column, dtype, w_sharding, total, spec.sum_over_devices("wgrad", of_sums, dy_column))
+        if w_marker is not None and spec.wgrad:
+            sums = spec.sum_over_devices("wgrad", of_sums, dy_column)
+            if spec.transposed and spec.wgrad_commutes:
+                dw = rows.wgrad(dy_column, x, dtype, None, None if total is None else total.mT, sums).mT
+            else:
+                dw = rows.wgrad(x, dy_column, dtype, w_sharding, total, sums)
         elif w_marker is not None:
             dw = rows.plain_wgrad(x, dy, dtype, w_sharding)
             dw = dw if total is None else total + dw

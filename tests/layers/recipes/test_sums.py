@@ -94,6 +94,21 @@ def test_only_the_gemm_whose_contraction_is_split_changes(recipe, kind, placemen
         assert sorted(found) == sorted(as_ever)
 
 
+@pytest.mark.parametrize("kind", often(KINDS[1:3], KINDS))
+def test_of_a_kernel_n_by_k_are_those_of_its_transposition(kind):
+    x, w, dy = operands()
+
+    def wgrad(contracted, x, w, dy):
+        dims = (((1,), (contracted,)), ((), ()))
+        return jax.vjp(lambda w: jlp.dot_general(x, w, dims, key=KEY), w)[1](dy)[0]
+
+    mesh = mesh_of((8,))
+    with jax.set_mesh(mesh), jlp.autocast(jlp.MXFP8BlockScaling(sums=kind)):
+        x, dy = (place(value, mesh, P("a")) for value in (x, dy))
+        as_it_lies = jax.jit(functools.partial(wgrad, 1))(x, np.swapaxes(w, 0, 1), dy)
+        assert_same_bytes(as_it_lies.T, jax.jit(functools.partial(wgrad, 0))(x, w, dy))
+
+
 def test_a_value_for_each_gemm():
     mesh = mesh_of((8,))
     recipe = jlp.MXFP8BlockScaling(sums=jlp.Sums(wgrad="quantized"))
