@@ -72,6 +72,11 @@ def test_arguments_that_fit_are_there():
     assert {fitting for call in CALLS for fitting in call.fitting.values()} <= set(names())
 
 
+@pytest.mark.parametrize("call", CALLS, ids=lambda call: call.who[0])
+def test_arguments_that_fit_have_no_fault(call):
+    outcome(call, {name: value(given) for name, given in call.fitting.items()})
+
+
 @pytest.mark.slow
 def test_every_call_gives_a_result_or_says_what_it_needs():
     said = []
