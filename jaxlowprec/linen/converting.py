@@ -24,6 +24,7 @@ from jaxlowprec.recipes.fields import Use, use_of
 from jaxlowprec.recipes.roles import Recipe
 
 _WHO = "linen.convert"
+_OTHERS = "; an NNX module takes jaxlowprec.nnx.convert, a function jaxlowprec.quantize_matmuls"
 _OURS: dict[type, Any] = {nn.Dense: Dense, nn.DenseGeneral: DenseGeneral, nn.Einsum: Einsum, nn.Conv: Conv}
 LAYERS: Any = (nn.Dense, nn.DenseGeneral, nn.Einsum, nn.Conv, nn.Embed, GroupedDense)
 """The layers with a kernel or an embedding of their own that `jaxlowprec.explain` has rows for."""
@@ -104,7 +105,7 @@ def convert(module: Any, rules: Recipe | None = FROM_CONTEXT) -> Any:
     layers_2  64x8    NVFP4 16x16  NVFP4 1x16  NVFP4 1x16
     """
     if not isinstance(module, nn.Module):
-        raise TypeError(f"{_WHO}: module={shown(module)}; needs a Linen module, made of its class")
+        raise TypeError(f"{_WHO}: module={shown(module)}; needs a Linen module, made of its class{_OTHERS}")
     resolve(_WHO, rules)
     if module.parent is not None:
         raise ValueError(

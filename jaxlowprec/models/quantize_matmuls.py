@@ -86,7 +86,7 @@ def quantize_matmuls(
         A function of fn's arguments.
 
     Raises:
-        TypeError: fn is not callable, rules is no recipe, or names are no texts.
+        TypeError: fn is not callable or a model that holds its parameters, rules is no recipe, or names are no texts.
         ValueError: params names no argument; or, when called, there are more or fewer names than leaves.
 
     >>> import jax, jax.numpy as jnp, jaxlowprec as jlp
@@ -98,8 +98,7 @@ def quantize_matmuls(
     >>> grads["up"].shape, grads["up"].dtype
     ((32, 64), dtype('float32'))
     """
-    if not callable(fn):
-        raise TypeError(f"{_WHO}: fn={shown(fn)}; needs a function")
+    _check_function(fn)
     chosen, named = _chosen(params), _checked(names)
     resolve(_WHO, rules)  # a wrong one is an error here, not in the first call
 
@@ -153,6 +152,17 @@ class QuantizedMatmuls:
         if not isinstance(given, cls):
             return cls(fn, rules)
         return given if rules is FROM_CONTEXT else dataclasses.replace(given, rules=rules)
+
+
+def _check_function(fn: Any) -> None:
+    """Raises TypeError unless it is a function; a model is none, since it holds its parameters itself."""
+    if not callable(fn):
+        raise TypeError(f"{_WHO}: fn={shown(fn)}; needs a function")
+    remedy = modules.converter_of(fn)
+    if remedy is None and any(_is_array(x) and has_matrices(x.shape) for x in jax.tree.leaves(fn)):
+        remedy = None if isinstance(fn, functools.partial) else f"{_WHO}(lambda model, x: model(x))"
+    if remedy is not None:
+        raise TypeError(f"{_WHO}: fn is a {type(fn).__name__}, which holds its parameters; use {remedy}")
 
 
 def _checked(names: Any) -> tuple[str, ...] | None:

@@ -18,6 +18,7 @@ from jaxlowprec.recipes.fields import Use, use_of
 from jaxlowprec.recipes.roles import Recipe
 
 _WHO = "nnx.convert"
+_OTHERS = "; a Linen module takes jaxlowprec.linen.convert, a function jaxlowprec.quantize_matmuls"
 _OURS: dict[type, Any] = {
     nnx.Linear: Linear,
     nnx.LinearGeneral: LinearGeneral,
@@ -65,7 +66,7 @@ def convert(model: Any, rules: Recipe | None = FROM_CONTEXT) -> Any:
     >>> [type(layer).__module__ for layer in jlp.nnx.convert(model, rules).layers]
     ['jaxlowprec.nnx.layers', 'flax.nnx.nn.linear']
     """
-    _check_model(_WHO, model)
+    _check_model(_WHO, model, other=_OTHERS)
     recipe = resolve(_WHO, rules)
     names, followed, changes, left = [], [], [], {}
     tables = ["/".join(map(str, path)) for path, layer in nnx.iter_modules(model) if isinstance(layer, nnx.Embed)]

@@ -338,9 +338,9 @@ def add_delayed_scaling(model: nnx.Module, recipe: DelayedScaling) -> None:
             module._add_state(recipe)
 
 
-def _check_model(who: str, model: Any) -> None:
+def _check_model(who: str, model: Any, other: str = "") -> None:
     if not isinstance(model, nnx.Module):
-        raise TypeError(f"{who}: model is a {type(model).__name__}; needs an NNX module")
+        raise TypeError(f"{who}: model is a {type(model).__name__}; needs an NNX module{other}")
 
 
 def name_layers(model: nnx.Module) -> None:

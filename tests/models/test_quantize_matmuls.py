@@ -1,5 +1,6 @@
 """quantize_matmuls: a function without this library's layers has the bytes of the same one with them."""
 
+import dataclasses
 import functools
 import re
 import warnings
@@ -489,11 +490,30 @@ class TestSilence:
         assert not recwarn
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Tree:
+    """A model as Equinox has them."""
+
+    kernel: jax.Array
+
+    def __call__(self, x):
+        return x @ self.kernel
+
+
 class TestBadInput:
     @pytest.mark.parametrize(
         ("arguments", "options", "error", "message"),
         [
             ((3,), {}, TypeError, "fn=3; needs a function"),
+            ((nnx.Linear(4, 4, rngs=nnx.Rngs(0)),), {}, TypeError, r"fn is a Linear, .* use jaxlowprec.nnx.convert\("),
+            (
+                (nn.Dense(4),),
+                {},
+                TypeError,
+                r"fn is a Dense, which holds its parameters; use jaxlowprec.linen.convert\(",
+            ),
+            ((Tree(X),), {}, TypeError, r"fn is a Tree, .* use quantize_matmuls\(lambda model, x: model\(x\)\)"),
             ((len, 3), {}, TypeError, "recipe=3; needs a recipe"),
             ((len, None), {"params": 1.5}, TypeError, "params=1.5; needs an argument's position or name"),
             ((len, None), {"params": ()}, TypeError, "needs an argument's position or name"),
@@ -503,6 +523,12 @@ class TestBadInput:
     def test_arguments(self, arguments, options, error, message):
         with pytest.raises(error, match=f"quantize_matmuls: .*{message}"):
             jlp.quantize_matmuls(*arguments, **options)
+
+    def test_a_partial_of_data_is_a_function(self):
+        partial = jax.tree_util.Partial(lambda x, params: THEIRS["plain"](params, x), X)
+        assert_same_bytes(
+            jlp.quantize_matmuls(partial, NVFP4)(PARAMS), jlp.quantize_matmuls(THEIRS["plain"], NVFP4)(PARAMS, X)
+        )
 
     @pytest.mark.parametrize("params", [2, -3, "weights"])
     def test_params_that_name_no_argument(self, params):

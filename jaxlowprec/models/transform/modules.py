@@ -1,4 +1,4 @@
-"""NNX modules among a function's arguments: what tracing sees of them are the arrays of their variables."""
+"""Flax modules where functions are expected: of NNX modules among the arguments, tracing sees the variables' arrays."""
 
 from __future__ import annotations
 
@@ -25,6 +25,15 @@ class ModuleTree:
     def tree_unflatten(cls, static: Any, leaves: Any) -> ModuleTree:
         """The inverse."""
         return cls(static[0], jax.tree.unflatten(static[1], leaves))
+
+
+def converter_of(model: Any) -> str | None:
+    """The function that converts a Flax module, called; None for anything else."""
+    for kind in ("nnx", "linen"):
+        flax: Any = sys.modules.get(f"flax.{kind}")  # None: then nobody has a module
+        if flax is not None and isinstance(model, flax.Module):
+            return f"jaxlowprec.{kind}.convert(model)"
+    return None
 
 
 def opened(tree: Any) -> tuple[Any, list[Any]]:
