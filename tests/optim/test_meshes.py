@@ -12,6 +12,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxlowprec as jlp
+from tests.docs.pages import pieces, printed_by
 from tests.helpers import assert_same_bytes
 from tests.sharding.meshes import by_axis_type, mesh_of, name_of, place
 
@@ -110,6 +111,25 @@ def test_codes_and_exponents_are_split_as_parameters(make, axis_type):
     for x in (p["straddles"], state.remainders["straddles"], state.inner.codes[0].nu["straddles"]):
         whole_rows = make is one_pass and axis_type == AxisType.Auto  # what splits blocks is gathered
         assert x.sharding.is_equivalent_to(NamedSharding(mesh, P("a")) if whole_rows else held, 2), x.sharding
+
+
+def test_muon_on_explicit_axes():
+    page, names = "docs/how-to/optimizer.md", {"jax": jax, "jlp": jlp, "optax": optax}
+    [piece] = [piece for piece in pieces(page) if "def partitioned" in piece.code]
+    printed_by(piece, page, names)
+
+    def run_of(inner, *where):
+        return run(jlp.optim.master_weights(jlp.optim.quantized_state(inner, smallest=2048), bits=32), *where, steps=1)
+
+    muon = optax.contrib.muon(1e-2)
+    mesh, spec = mesh_of((2, 4), AxisType.Explicit), P("a", "b")
+    whole, whole_state = run_of(muon)
+    with jax.set_mesh(mesh):
+        p, state = run_of(names["partitioned"](muon), mesh, spec)
+    assert p["w"].sharding.is_equivalent_to(NamedSharding(mesh, spec), 2)
+    momentum = lambda s: s.inner.codes.inner_states["muon"].inner_state[0].mu["w"]  # noqa: E731
+    assert_same_bytes(jax.device_get(momentum(state)), jax.device_get(momentum(whole_state)))
+    np.testing.assert_allclose(p["w"].astype(np.float32), whole["w"].astype(np.float32), rtol=0.05, atol=1e-4)
 
 
 def test_a_run_resumes_on_another_mesh(expected):
