@@ -151,9 +151,9 @@ def keras(layers: int, recipe: Any) -> Side:
     parts += [Block(name=f"block_{i}") for i in range(layers)]
     model = keras.Sequential([*parts, keras.layers.Dense(WORDS, name="head")])
     model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
-    rules, names = recipe and rules_of(recipe, "block_{}", layers), [v.path for v in model.trainable_variables]
-    of_keras = transformed(model.compute_loss_and_updates, rules, names=names)
     groups = model.trainable_variables, model.non_trainable_variables, model.metrics_variables
+    rules, names = recipe and rules_of(recipe, "block_{}", layers), [v.path for group in groups[:2] for v in group]
+    of_keras = transformed(model.compute_loss_and_updates, rules, params=(0, 1), names=names)
     params, *rest = ([v.value for v in group] for group in groups)
     return lambda params, batch: of_keras(params, *rest, batch, batch, None)[0], params, tokens()
 

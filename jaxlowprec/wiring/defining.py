@@ -148,7 +148,6 @@ def define(
     out_spec: PartitionSpec | None = None,
     portable: Body | Mapping[str | None, Body] | None = None,
     on_one_device: Mapping[str, Body] | None = None,
-    native_on_one_device: Mapping[str, Body] | None = None,
     fenced: bool = False,
     elsewhere: Elsewhere = "reference",
     by_reference: Sequence[str] = (),
@@ -176,9 +175,9 @@ def define(
         out_spec: in explicit mode, the wanted partition of the first result; followed as far as the rule allows.
         portable: as `reference`, for compilers of any platform to make fast: its bytes need not be the kernels'. A
             mapping has a body for each of some platforms, and under None that for all others. None: the reference.
-        on_one_device: as `portable`, by platform, preferred to it where a program runs on one device, or the op is in a
-            shard_map over all mesh axes: kernels that the platform's compiler cannot split.
-        native_on_one_device: the same for `native`: calls with operands that nothing splits.
+        on_one_device: by platform, preferred to `portable` and `native` where a program runs on one device, or the op
+            is in a shard_map over all mesh axes: kernels that the platform's compiler cannot split, and calls with
+            operands that nothing splits.
         fenced: whether portable results are stored before they are read. Without it XLA computes them again in each
             reader's loop; an FFI call's results are stored anyway.
         elsewhere: what computes the op on platforms without a native body; "refused" raises NotImplementedError.
@@ -238,17 +237,19 @@ def define(
         body = bodies.get(platform) or bodies[None]
         return _fenced(body) if fenced else body
 
-    kernels = on_one_device if on_one_device and elsewhere == "portable" else {}
-    for platform in dict.fromkeys([*bodies, *kernels, *by_reference, *(missing or ())]):
-        kernel = _unless_empty(kernels[platform], reference) if platform in kernels else None
+    alone = {platform: _unless_empty(body, reference) for platform, body in (on_one_device or {}).items()}
+    others = [*bodies, *(alone if elsewhere == "portable" else ()), *by_reference, *(missing or ())]
+    for platform in dict.fromkeys(others):
+        kernel = alone.get(platform) if elsewhere == "portable" else None
         mlir.register_lowering(local, _lowering(body_elsewhere(platform), kernel), platform=platform)
     primitive.native = {}  # the kernels' calls by platform: tests make them without a compiled program
     if native:
         for platform in platforms:
             body = native[platform] if isinstance(native, Mapping) else native
             primitive.native[platform] = body
-            alone = _unless_empty((native_on_one_device or {}).get(platform, body), reference)
-            mlir.register_lowering(local, _lowering(_unless_empty(body, reference), alone), platform=platform)
+            mlir.register_lowering(
+                local, _lowering(_unless_empty(body, reference), alone.get(platform)), platform=platform
+            )
 
     def bind(*args: jax.Array, alone: bool = False) -> tuple[jax.Array, ...]:
         return tuple(local.bind(*align_varying(*args), alone=alone))

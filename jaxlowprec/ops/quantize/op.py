@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -188,6 +188,8 @@ def quantize_op(spec: QuantizeSpec, implementation: Implementation) -> wiring.Op
         chosen = without_kernels(chosen, what, "cpu", "cuda")
 
     def on_matrix(body: wiring.Body) -> wiring.Body:
+        if not spec.rows_split:
+            return body
         return lambda x, *operands: in_parts(spec, x, body(*merged(spec, x, *operands)))
 
     def run_on_gpu(*operands: jax.Array) -> Sequence[jax.Array]:
@@ -198,20 +200,16 @@ def quantize_op(spec: QuantizeSpec, implementation: Implementation) -> wiring.Op
         given = dataclasses.replace(spec, amaxes_given=True, offset=True)
         return quantize_op(given, implementation)(x, *amaxes_of_lines(spec, axes, x), *operands)
 
-    calls = reference_call, native_call, tpu_call
-    bodies: list[Callable] = [*(functools.partial(call, spec) for call in calls), run_on_gpu]
-    bodies += [counted(spec, bodies[1]), counted(spec, bodies[3])]
-    if spec.rows_split:
-        bodies = [on_matrix(body) for body in bodies]
+    native: dict[str, wiring.Body] = {"cpu": functools.partial(native_call, spec), "cuda": run_on_gpu}
+    alone = {at: counted(spec, native[at]) for at in chosen["platforms"]} | {"tpu": functools.partial(tpu_call, spec)}
     return wiring.define(
         "jaxlowprec_quantize",
         inline=True,
         rule=rule.of_op([f"{rule.lines} {rule.columns}"], [], reductions=line_reductions(spec)),
         outputs=lambda x, *_: shapes(spec, x),
-        reference=bodies[0],
-        native={"cpu": bodies[1], "cuda": bodies[3]},
-        on_one_device={"tpu": bodies[2]},
-        native_on_one_device={"cpu": bodies[4], "cuda": bodies[5]},
+        reference=on_matrix(functools.partial(reference_call, spec)),
+        native={at: on_matrix(body) for at, body in native.items()},
+        on_one_device={at: on_matrix(body) for at, body in alone.items()},
         fenced=True,
         when_split=when_split if spec.by_lines else None,
         **chosen,

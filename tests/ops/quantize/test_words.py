@@ -9,9 +9,9 @@ import pytest
 from jax import export
 from jax.sharding import AxisType, PartitionSpec
 
-from jaxlowprec.ops.quantize import random_bits
 from jaxlowprec.ops.quantize.random_bits import words_at
 from tests import numpy_oracle
+from tests.cuda_without_gpu.claiming_cuda import forget_ops
 from tests.helpers import assert_same_bytes
 from tests.sharding.meshes import mesh_of, place
 
@@ -74,11 +74,9 @@ def test_programs_of_a_gpu_are_unrolled():
 
 def test_the_loop_of_rounds_where_there_is_no_kernel(monkeypatch):
     monkeypatch.setenv("JAXLOWPREC_IMPLEMENTATION", "reference")
-    random_bits._words_op.cache_clear()
-    jax.clear_caches()
+    forget_ops()
     try:
         assert "while" in jax.jit(words).lower(KEY, FIRST).as_text()
         assert_same_bytes(words(KEY, FIRST), expected())
     finally:
-        random_bits._words_op.cache_clear()
-        jax.clear_caches()
+        forget_ops()
