@@ -98,7 +98,7 @@ def quantize_matmuls(
     >>> grads["up"].shape, grads["up"].dtype
     ((32, 64), dtype('float32'))
     """
-    _check_function(fn)
+    modules.check_is_function(_WHO, fn)
     chosen, named = _chosen(params), _checked(names)
     resolve(_WHO, rules)  # a wrong one is an error here, not in the first call
 
@@ -152,17 +152,6 @@ class QuantizedMatmuls:
         if not isinstance(given, cls):
             return cls(fn, rules)
         return given if rules is FROM_CONTEXT else dataclasses.replace(given, rules=rules)
-
-
-def _check_function(fn: Any) -> None:
-    """Raises TypeError unless it is a function; a model is none, since it holds its parameters itself."""
-    if not callable(fn):
-        raise TypeError(f"{_WHO}: fn={shown(fn)}; needs a function")
-    remedy = modules.converter_of(fn)
-    if remedy is None and any(_is_array(x) and has_matrices(x.shape) for x in jax.tree.leaves(fn)):
-        remedy = None if isinstance(fn, functools.partial) else f"{_WHO}(lambda model, x: model(x))"
-    if remedy is not None:
-        raise TypeError(f"{_WHO}: fn is a {type(fn).__name__}, which holds its parameters; use {remedy}")
 
 
 def _checked(names: Any) -> tuple[str, ...] | None:

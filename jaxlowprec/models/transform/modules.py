@@ -1,11 +1,16 @@
-"""Flax modules where functions are expected: of NNX modules among the arguments, tracing sees the variables' arrays."""
+"""Models as arguments of functions, where tracing sees an NNX module as its arrays, and in the place of functions."""
 
 from __future__ import annotations
 
+import functools
 import sys
 from typing import Any
 
 import jax
+import numpy as np
+
+from jaxlowprec.arguments import shown
+from jaxlowprec.layers.subscripts import has_matrices
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -27,13 +32,21 @@ class ModuleTree:
         return cls(static[0], jax.tree.unflatten(static[1], leaves))
 
 
-def converter_of(model: Any) -> str | None:
-    """The function that converts a Flax module, called; None for anything else."""
-    for kind in ("nnx", "linen"):
-        flax: Any = sys.modules.get(f"flax.{kind}")  # None: then nobody has a module
-        if flax is not None and isinstance(model, flax.Module):
-            return f"jaxlowprec.{kind}.convert(model)"
-    return None
+def check_is_function(who: str, fn: Any) -> None:
+    """Raises TypeError unless fn is a function; a model is none, since it holds its parameters itself."""
+    if not callable(fn):
+        raise TypeError(f"{who}: fn={shown(fn)}; needs a function")
+    remedies = [f"jaxlowprec.{kind}.convert(model)" for kind in ("nnx", "linen") if _is_module(fn, kind)]
+    arrays = [leaf for leaf in jax.tree.leaves(fn) if isinstance(leaf, jax.Array | np.ndarray)]
+    if not isinstance(fn, functools.partial) and any(has_matrices(array.shape) for array in arrays):
+        remedies.append(f"{who}(lambda model, x: model(x))")
+    if remedies:
+        raise TypeError(f"{who}: fn is a {type(fn).__name__}, which holds its parameters; use {remedies[0]}")
+
+
+def _is_module(model: Any, kind: str) -> bool:
+    flax: Any = sys.modules.get(f"flax.{kind}")  # None: then nobody has a module
+    return flax is not None and isinstance(model, flax.Module)
 
 
 def opened(tree: Any) -> tuple[Any, list[Any]]:
