@@ -13,7 +13,7 @@ pytestmark = pytest.mark.sampled(7)
 
 NEW = [fmt for fmt in FORMATS if not isinstance(fmt, jlp.NVFP4)]
 ONE_OF_EACH_NEW = [fmt for fmt in ONE_OF_EACH if not isinstance(fmt, jlp.NVFP4)]
-MANTISSA_BITS = {"e2m1": 1, "e4m3": 3, "e5m2": 2}
+MANTISSA_BITS = {"e2m1": 1, "e4m3": 3, "e5m2": 2, "int8": 6}  # of the largest numbers
 natively_and_once_by_reference = pytest.mark.parametrize(  # random bits take XLA long to compile
     ("fmt", "implementation"),
     [(jlp.MXFP8(), "reference"), *((fmt, "ffi") for fmt in ONE_OF_EACH_NEW)],
@@ -139,14 +139,15 @@ class HostileCases:
             assert set(scale.astype(np.float32).ravel().tolist()) <= {0.0, 1.0, 2.0**-127}
 
     def test_one_outlier_in_each_block(self, fmt):
-        """It comes out as good as alone; what it drowns comes out as zero of its sign."""
+        """It comes out as good as alone; what it drowns comes out as zero, of its sign if the element has one."""
         x = np.tile(np.float32(1e-12) * np.array([1, -1], np.float32), (140, 150))
         where = np.zeros((140, 300), bool)
         height, length = {"tensor": (140, 300), "rows": (1, 300)}.get(fmt.scaling, fmt.block)
         where[::height, ::length] = True
         *_, y = map(np.asarray, self.there_and_back(fmt)(np.where(where, np.float32(3e5), x)))
         np.testing.assert_allclose(y[where], 3e5, rtol=2.0 ** -(MANTISSA_BITS[fmt.element] + 1))
-        assert not y[~where].any() and np.signbit(y[~where])[x[~where] < 0].all()
+        assert not y[~where].any()
+        assert fmt.element == "int8" or np.signbit(y[~where])[x[~where] < 0].all()
 
     @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
     def test_magnitudes(self, dtype, fmt):
@@ -156,7 +157,7 @@ class HostileCases:
             x = x.astype(jnp.dtype(dtype))
             y, exact = (np.asarray(v).astype(np.float64) for v in (run(x)[2], x))
             assert np.isfinite(y).all()
-            most = {"e2m1": 0.15, "e4m3": 0.04, "e5m2": 0.07}[fmt.element]
+            most = {"e2m1": 0.15, "e4m3": 0.04, "e5m2": 0.07, "int8": 0.01}[fmt.element]
             assert np.linalg.norm(y - exact) < most * np.linalg.norm(exact)
 
     def test_the_largest_numbers(self, fmt):
@@ -241,6 +242,8 @@ class TestStochasticRounding:
     @natively_and_once_by_reference
     def test_slices_at_their_offset_have_the_bytes_of_the_whole(self, fmt, implementation):
         x = random_array((256, 512), "float32")
+        if fmt.scaling == "rows":
+            x = x.at[:, ::384].set(jnp.abs(x).max(axis=1, keepdims=True))  # the same in both parts of a row
         given = {"amax": jnp.float32(40)} if fmt.scaling == "tensor" else {}
         options = {"rounding": "stochastic", "key": jax.random.key(4), "implementation": implementation, **given}
         whole = jlp.quantize(x, fmt, **options)

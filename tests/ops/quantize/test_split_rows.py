@@ -1,5 +1,6 @@
 """Rows of one tensor, split into parts: the codes are those of the merged matrix, and so are products of them."""
 
+import functools
 import itertools
 
 import jax
@@ -43,6 +44,8 @@ def split(q):
             return jnp.broadcast_to(leaf, (S,))
         if rowwise:
             return leaf.reshape(S, -1, leaf.shape[-1])
+        if leaf.shape[1] == 1:  # all parts have the scale of their column
+            return jnp.broadcast_to(leaf, (S, *leaf.shape))
         return jnp.moveaxis(leaf.reshape(leaf.shape[0], S, -1), 1, 0)
 
     return jax.tree.map(lambda leaf: cut(leaf, q.axis == -1), q)
@@ -82,7 +85,8 @@ class TestQuantize:
         result, found = on_mesh(quantize, [x], [P("a", "b", "c")], mesh)
         assert_same_bytes(result, quantize(x))
         assert {kind for kind, _ in found} <= {"all-reduce"}
-        assert sum(elements for _, elements in found) == int(fmt.has_tensor_scale)
+        lines = 128 + 128 if fmt.scaling == "rows" else 0  # of a device: each has an amax, which others know in part
+        assert sum(elements for _, elements in found) == int(fmt.has_tensor_scale) + lines
 
 
 def test_a_rotation_and_given_amaxes():
@@ -130,9 +134,14 @@ class TestProducts:
     def test_parts_that_are_summed_over(self, pair):
         values = random_array((S, R, C), seed=9), random_array((S, R, 128), seed=10)
         operands = [jlp.quantize(v, fmt, axis=-2, rows_split=True).mT for v, fmt in zip(values, pair, strict=True)]
-        y = scaled_matmul_of_rows(
-            *operands, None, rows_split=True, preferred_element_type=jnp.float32, out_sharding=None
+        multiply = functools.partial(
+            scaled_matmul_of_rows, rows_split=True, preferred_element_type=jnp.float32, out_sharding=None
         )
+        if pair[0].scaling != pair[1].scaling:
+            with pytest.raises(NotImplementedError, match=r"rows of .* are split; MXFP4 32x32 is for weights"):
+                multiply(*operands, None)
+            return
+        y = multiply(*operands, None)
         merged = [jlp.quantize(v.reshape(-1, v.shape[-1]), f, axis=-2).mT for v, f in zip(values, pair, strict=True)]
         assert_same_bytes(y, jlp.scaled_matmul(*merged, preferred_element_type=jnp.float32))
 
