@@ -26,7 +26,8 @@ def all_gather_quantized(q: QuantizedArray, axis_name: AxisName, *, axis: int = 
 
     The bytes are those of quantising the gathered array, rowwise or columnwise, so quantising before the gather changes
     only what is sent: codes and block scales, for NVFP4 0.5625 bytes per element. Shards of a format with a tensor
-    scale must share it: quantise them with `axis_name=`, or with the `amax=` of the whole array.
+    scale must share it: quantise them with `axis_name=`, or with the `amax=` of the whole array. So must shards of
+    Float8Rows and Int8Rows along the quantised axis, whose lines go on from one to the next.
 
     Arguments:
         q: this device's shard. Along the quantised axis its length is a multiple of the block (and of the rotation's
