@@ -156,8 +156,12 @@ def compare(found: Trace, reference: Trace) -> list[Difference]:
     """How the tensors of two traces differ, in the order in which they were computed: forward, then backward.
 
     Raises:
+        TypeError: an argument is no trace.
         ValueError: the traces are of different layers.
     """
+    for name, trace in (("found", found), ("reference", reference)):
+        if not isinstance(trace, Trace):
+            raise TypeError(f"debug.compare: {name}={shown(trace)}; needs what a function of debug.trace returns")
     if found.layers.keys() != reference.layers.keys():
         only = sorted(found.layers.keys() ^ reference.layers.keys())
         raise ValueError(

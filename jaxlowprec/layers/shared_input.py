@@ -25,7 +25,7 @@ from jaxlowprec.layers.residuals import in_profiles
 from jaxlowprec.layers.watched import is_watched
 from jaxlowprec.ops.checks import a_sharding, float_array
 from jaxlowprec.ops.norms.api import Norm
-from jaxlowprec.ops.quantize.random_bits import check_key
+from jaxlowprec.ops.quantize.random_bits import check_key, folded
 from jaxlowprec.ops.split_rows import merged_rows
 from jaxlowprec.recipes.autocast import FROM_CONTEXT
 from jaxlowprec.recipes.roles import Recipe
@@ -230,7 +230,7 @@ def layers_of(
             None if of_each[argument] is None else of_each[argument][i]
             for argument in ("biases", "quantized_kernels", "names", "states")
         )
-        own = None if key is None else jax.random.fold_in(key, i)
+        own = None if key is None else folded(who, key, i)
         return Layer(kernels[i], bias, quantized, recipe, own, "" if name is None else name, state, precision)
 
     return [layer(i) for i in range(count)]

@@ -63,10 +63,15 @@ def accumulate_gradients(
     count = whole_number(_WHO, "microbatches", microbatches, 1)
     a_flag(_WHO, has_aux=has_aux)
 
+    def with_aux(params: Any, part: Any) -> tuple[Any, Any]:
+        found = loss(params, part)
+        if has_aux and not (isinstance(found, tuple) and len(found) == 2):
+            raise TypeError(f"{_WHO}: has_aux=True and loss returned {shown(found)}; needs a loss and aux")
+        return found if has_aux else (found, None)
+
     @functools.wraps(loss)
     def value_and_grad(params: Any, batch: Any) -> tuple[Any, Any]:
         parts = _parts(batch, count)
-        with_aux = loss if has_aux else lambda params, part: (loss(params, part), None)
         value, aux, gradients = _accumulated(with_aux, params, parts, count)
         return ((value, aux) if has_aux else value), gradients
 

@@ -10,7 +10,7 @@ import os
 import re
 import statistics
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
@@ -177,12 +177,15 @@ def find_policy(
     if isinstance(budget, bool) or not isinstance(budget, int | float) or not 0 <= budget <= 1:
         raise ValueError(f"{_WHO}: budget={shown(budget)}; needs a share, 0 to 1")
     one_of(_WHO, "cost", cost, "flops", "bytes")
-    by = by or ("gemm" if cost == "flops" else "layer")
+    if by is None:
+        by = "gemm" if cost == "flops" else "layer"
     one_of(_WHO, "by", by, "gemm", "layer")
     if cost == "bytes" and by == "gemm":
         raise ValueError(f'{_WHO}: by="gemm" with cost="bytes"; weights are stored once for all GEMMs: use by="layer"')
     if isinstance(repeats, bool) or not isinstance(repeats, int) or repeats < 1:
         raise ValueError(f"{_WHO}: repeats={shown(repeats)}; needs a positive number of keys")
+    if not isinstance(batches, Iterable):
+        raise TypeError(f"{_WHO}: batches={shown(batches)}; needs a list of batches")
     batches = [*batches]
     if not batches:
         raise ValueError(f"{_WHO}: batches is empty; needs one or more")

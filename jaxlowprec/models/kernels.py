@@ -91,6 +91,8 @@ def matrices(who: str, name: str, weight: Any, axes: Mapping[str, tuple[int, int
     Raises:
         TypeError, ValueError: `axes` says something else, or does not fit the weight.
     """
+    if not isinstance(axes, Mapping):
+        raise TypeError(f'{who}: axes={shown(axes)}; needs a dict such as {{".*/out": (0, 2)}}')
     batch, contracted = weight.ndim - 2, 1
     for pattern, given in axes.items():
         check_pattern(f"{who}: axes", pattern)

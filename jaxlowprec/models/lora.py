@@ -25,7 +25,7 @@ from jaxlowprec.arguments import shown, whole_number
 from jaxlowprec.layers.low_rank import Adapter, LoRAKernel, check_adapter, checked_alpha, new_adapter
 from jaxlowprec.models.kernels import chosen_weights, is_weight, is_whole, layer_name, listed, matrices, weights
 from jaxlowprec.ops.checks import float_dtype
-from jaxlowprec.ops.quantize.random_bits import check_key
+from jaxlowprec.ops.quantize.random_bits import folded
 from jaxlowprec.recipes.fields import check_patterns, is_chosen
 from jaxlowprec.recipes.qat import DEFAULT_EXCLUDE
 
@@ -78,7 +78,6 @@ def init(
     (8, 32)
     """
     who = "lora.init"
-    check_key(who, key)
     rank = whole_number(who, "rank", rank, least=1)
     alpha = checked_alpha(who, alpha, rank)
     dtype = float_dtype(who, "dtype", dtype)
@@ -87,9 +86,7 @@ def init(
     adapters: dict[str, Adapter] = {}
     for name, leaf in chosen_weights(who, params, lambda name, _: is_chosen(name, *chosen), by).items():
         batch, k, n = matrices(who, name, leaf, axes or {})
-        adapters[name] = new_adapter(
-            jax.random.fold_in(key, zlib.crc32(name.encode())), (*batch, k, n), rank, alpha, dtype
-        )
+        adapters[name] = new_adapter(folded(who, key, zlib.crc32(name.encode())), (*batch, k, n), rank, alpha, dtype)
     return adapters
 
 
@@ -125,7 +122,7 @@ def merge(params: Any, adapters: Adapters, *, dtype: Any = None) -> Any:
 
 
 def _adapted(who: str, params: Any, adapters: Adapters, made: Any) -> Any:
-    if not isinstance(adapters, Mapping):
+    if not isinstance(adapters, Mapping) or not all(isinstance(name, str) for name in adapters):
         raise TypeError(f"{who}: adapters={shown(adapters)}; needs the dict that lora.init makes")
     left = dict(adapters)
 
@@ -141,5 +138,8 @@ def _adapted(who: str, params: Any, adapters: Adapters, made: Any) -> Any:
     if left:
         names = [name for name, _ in weights(params)]
         nearest = difflib.get_close_matches(next(iter(left)), names, 3, 0.3) or names
-        raise ValueError(f"{who}: no weight has the name {next(iter(left))!r}; the nearest ones are {listed(nearest)}")
+        raise ValueError(
+            f"{who}: no weight has the name {next(iter(left))!r}; needs params as lora.init was given them; the "
+            f"nearest ones are {listed(nearest)}"
+        )
     return result

@@ -9,10 +9,11 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxlowprec.arguments import a_text
+from jaxlowprec.arguments import a_text, shown
 from jaxlowprec.layers.blocks import LayersOf, check_features, norm_of
 from jaxlowprec.layers.fused_mlp import check_mlp, hidden_layers
 from jaxlowprec.layers.fused_mlp_product import Activation, Saved
+from jaxlowprec.layers.shared_input import check_list
 from jaxlowprec.nnx.layers import Linear
 from jaxlowprec.ops.checks import layer_inputs
 from jaxlowprec.ops.norms.api import Norm
@@ -126,7 +127,7 @@ def linears(inputs: jax.Array, layers: Sequence[Any]) -> tuple[jax.Array, ...]:
     [(8, 64), (8, 32)]
     """
     inputs = layer_inputs("linears", inputs)
-    return tuple(_LAYERS.linears("linears", inputs, layers)[0])
+    return tuple(_LAYERS.linears("linears", inputs, _checked_layers("linears", layers))[0])
 
 
 def mlp(
@@ -149,8 +150,16 @@ def mlp(
     (8, 64)
     """
     inputs = layer_inputs("mlp", inputs)
-    check_mlp("mlp", activation, saved, len(layers))
+    check_mlp("mlp", activation, saved, len(_checked_layers("mlp", layers)))
     return _LAYERS.mlp("mlp", inputs, layers, activation, saved)
+
+
+def _checked_layers(who: str, layers: Any) -> Sequence[Any]:
+    """The layers of a function. Raises TypeError unless it is a list of modules."""
+    for layer in check_list(who, "layers", layers):
+        if not callable(layer):
+            raise TypeError(f"{who}: layers has {shown(layer)}; needs modules; jaxlowprec.{who} takes kernels")
+    return layers
 
 
 _LAYERS = LayersOf(

@@ -282,7 +282,7 @@ def merge_lora(model: Any, *, dtype: Any = None) -> Any:
     merged = nnx.merge(*nnx.split(model))
     layers: list[Any] = [layer for _, layer in nnx.iter_modules(merged) if isinstance(layer, _Adapted)]
     if not layers:
-        raise ValueError(f"{who}: the model has no layer with an adapter; jaxlowprec.nnx.add_lora adds them")
+        raise ValueError(f"{who}: the model has no layer with an adapter; needs those of jaxlowprec.nnx.add_lora")
     for layer in layers:
         kernel = _merged(layer, dtype)
         metadata = layer.kernel.get_metadata() if isinstance(layer.kernel, nnx.Param) else {}

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from jaxlowprec.ops.rounding import widened
 from jaxlowprec.optim.rules import path_of
-from jaxlowprec.optim.wrapping import Explained, check_transformation, described, in_a_line, shapes_of
+from jaxlowprec.optim.wrapping import Explained, check_transformation, checked_shapes, described, in_a_line
 
 _WHO = "convert_state"
 
@@ -35,7 +35,7 @@ def convert_state(state: Any, params: Any, *, source: Any, target: Any, like: An
         `out_shardings`.
 
     Raises:
-        TypeError: a transformation is none, or `state` is no state of `source`.
+        TypeError: a transformation is none, `params` or `like` has no arrays, or `state` is no state of `source`.
         ValueError: the two differ in more than wrappers; trees or shapes differ; or a float32 number would become a
             bfloat16 one that nothing keeps the rest of.
 
@@ -53,7 +53,8 @@ def convert_state(state: Any, params: Any, *, source: Any, target: Any, like: An
     """
     for name, tx in (("source", source), ("target", target)):
         check_transformation(_WHO, name, tx)
-    like = shapes_of(params if like is None else like)
+    own = checked_shapes(_WHO, "params", params)
+    like = own if like is None else checked_shapes(_WHO, "like", like)
     given, wanted = _by_path(params), _by_path(like)
     _check_trees("like", wanted, "params", given)
     plain, weights = _opened(described(source, params), state, given)

@@ -9,9 +9,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxlowprec.arguments import shown
 from jaxlowprec.optim.rules import path_of
-from jaxlowprec.optim.wrapping import Explained, described
+from jaxlowprec.optim.wrapping import Explained, check_transformation, checked_shapes, described
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,7 +79,7 @@ def explain_state(tx: Any, params: Any) -> StateExplanation:
         A table when printed. Bytes are those of whole arrays.
 
     Raises:
-        TypeError: `tx` has no `init`.
+        TypeError: `tx` is no transformation, or `params` has something else.
 
     >>> import jax.numpy as jnp, optax, jaxlowprec as jlp
     >>> tx = jlp.optim.quantized_state(optax.sgd(0.1, momentum=0.9))
@@ -94,9 +93,8 @@ def explain_state(tx: Any, params: Any) -> StateExplanation:
     version              int32[]      4
     all                               4496   1.08 per parameter
     """
-    if not hasattr(tx, "init"):
-        raise TypeError(f"explain_state: tx={shown(tx)}; needs an optax.GradientTransformation")
-    leaves = tuple(_rows(described(tx, params), (), {}))
+    check_transformation("explain_state", "tx", tx)
+    leaves = tuple(_rows(described(tx, checked_shapes("explain_state", "params", params)), (), {}))
     return StateExplanation(leaves, sum(math.prod(jnp.shape(leaf)) for leaf in jax.tree.leaves(params)))
 
 

@@ -140,6 +140,7 @@ class _Optimizer:
                     f"{self.rule}: the parameter {path_of(path)!r} is {found}; needs float32 or bfloat16 arrays: leave "
                     "it to another transformation with optax.multi_transform"
                 )
+        _decays(self.rule, self.mask, params)
         first, *others = self.plain.init(params)
         return (self._mapped(first, lambda _, x: x.astype(jnp.float32)), *others)
 
@@ -156,7 +157,7 @@ class _Optimizer:
         moments = [wrapping.leaves_of(self.rule, tree, getattr(first, name)) for name in self.moments]
         count = _next(first.count)
         rate = self.learning_rate(rate_state.count) if callable(self.learning_rate) else self.learning_rate
-        decays = _decays(self.mask, gradients)
+        decays = _decays(self.rule, self.mask, gradients)
         scalars = {
             decayed: jnp.where(readable, self.scalars(count, rate, self.weight_decay if decayed else 0.0), jnp.nan)
             for decayed in sorted(set(decays))
@@ -274,12 +275,15 @@ def _next(count: jax.Array) -> jax.Array:
     return jnp.where(count < jnp.iinfo(count.dtype).max, count + 1, count)
 
 
-def _decays(mask: Any, gradients: Any) -> list[bool]:
+def _decays(who: str, mask: Any, gradients: Any) -> list[bool]:
     """Whether each parameter decays."""
     if mask is None:
         return [True] * len(jax.tree.leaves(gradients))
     chosen = mask(gradients) if callable(mask) else mask
-    spread = jax.tree.map(lambda decays, part: jax.tree.map(lambda _: bool(decays), part), chosen, gradients)
+    try:
+        spread = jax.tree.map(lambda decays, part: jax.tree.map(lambda _: bool(decays), part), chosen, gradients)
+    except (TypeError, ValueError):
+        raise ValueError(f"{who}: mask={shown(chosen)}; needs a tree of True and False like that of params") from None
     return jax.tree.leaves(spread)
 
 
@@ -295,7 +299,8 @@ def _check_number(who: str, name: str, value: Any) -> None:
     """Raises TypeError or ValueError unless it is a number in range, or an array [] of any value."""
     least, below = {"b1": (0.0, 1.0), "b2": (0.0, 1.0), "eps": (0.0, None)}.get(name, (None, None))
     number = finite_number(value)
-    if number is None and isinstance(value, jax.Array | np.ndarray | np.generic) and value.shape == ():
+    is_array = isinstance(value, jax.Array | np.ndarray | np.generic) and value.shape == ()
+    if number is None and is_array and jnp.issubdtype(value.dtype, jnp.number):
         return
     needs = "a number" + ("" if least is None else f" from {least:g}" + (f" to below {below:g}" if below else " on"))
     needs += ", an array [], or a function of the step" if name == "learning_rate" else " or an array []"

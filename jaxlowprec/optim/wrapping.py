@@ -95,6 +95,15 @@ def shapes_of(params: Any) -> Any:
     return jax.tree.map(lambda p: jax.ShapeDtypeStruct(jnp.shape(p), jnp.result_type(p)), params)
 
 
+def checked_shapes(who: str, name: str, tree: Any) -> Any:
+    """`shapes_of` a tree. Raises TypeError if it has anything but arrays and shapes."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
+            where = jax.tree_util.keystr(path, simple=True, separator="/")
+            raise TypeError(f"{who}: {name} has {shown(leaf)} at {where!r}; needs arrays or their shapes")
+    return shapes_of(tree)
+
+
 def check_transformation(who: str, name: str, tx: Any) -> None:
     """Raises TypeError unless an argument of that name is a transformation."""
     if not (hasattr(tx, "init") and hasattr(tx, "update")):

@@ -70,7 +70,7 @@ class PerLayer(Recipe):
         object.__setattr__(self, "exclude", check_patterns("PerLayer", "exclude", self.exclude))
         object.__setattr__(self, "stacks", _checked_stacks(self.stacks))
         if not self._recipes():
-            raise ValueError("PerLayer: no rule and no default has a recipe, so nothing would be quantised; give one")
+            raise ValueError("PerLayer: no rule and no default has a recipe, so nothing would be quantised; needs one")
         delayed = {recipe.delayed for recipe in self._recipes() if recipe.delayed is not None}
         if len(delayed) > 1:
             raise ValueError(

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 import numpy as np
 
-from jaxlowprec.arguments import cut
+from jaxlowprec.arguments import cut, shown
 from jaxlowprec.recipes.roles import GEMMS
 from jaxlowprec.telemetry.measures import Statistics
 from jaxlowprec.telemetry.recording import Record, Run
@@ -87,6 +87,8 @@ class Finding:
 
 def findings(run: Run, limits: Limits | None = None) -> list[Finding]:
     """The statistics beyond their limits in the latest record of a run, the worst first."""
+    if not isinstance(run, Run):
+        raise TypeError(f"telemetry.findings: run={shown(run)}; needs what telemetry.load returns")
     limits = Limits() if limits is None else limits
     if not run.records:
         return []

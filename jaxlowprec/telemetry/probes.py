@@ -123,7 +123,7 @@ def collecting(
             by them. Rounding is to nearest, and amaxes are the tensors' own.
 
     Raises:
-        TypeError: the state is not a mapping, or a recipe is not a recipe.
+        TypeError: the state is not a mapping, `on` is no bool, or a recipe is not a recipe.
         ValueError: within the block: the state does not fit a layer.
 
     >>> import jax, jax.numpy as jnp, jaxlowprec as jlp
@@ -139,6 +139,8 @@ def collecting(
     if not isinstance(state, Mapping):
         raise TypeError(f"telemetry.collecting: state={shown(state)}; needs what jaxlowprec.telemetry.init makes")
     _check_recipes("telemetry.collecting", what_if)
+    if not isinstance(on, bool) and (getattr(on, "shape", None) != () or str(getattr(on, "dtype", "")) != "bool"):
+        raise TypeError(f"telemetry.collecting: on={shown(on)}; needs a bool or an array [] of bool")
     here = current()
     searching = here is not None and not (isinstance(here, _Collector) and here.state is not None)
     with contextlib.nullcontext() if searching else entered(_Collector(state, on, what_if)):
@@ -243,8 +245,9 @@ def read(found: Mapping[str, Any]) -> dict[str, dict[str, Statistics]]:
     """
     if not isinstance(found, Mapping):
         raise TypeError(f"telemetry.read: found={shown(found)}; needs the gradient of a telemetry state")
-    if odd := next((name for name, by_label in found.items() if not isinstance(by_label, Mapping)), None):
-        raise TypeError(f"telemetry.read: found has {shown(found[odd])} at {shown(odd)}; needs statistics by label")
+    for name, by_label in found.items():
+        if not isinstance(by_label, Mapping):
+            raise TypeError(f"telemetry.read: found has {shown(by_label)} at {shown(name)}; needs statistics by label")
     by_layer: dict[str, dict[str, Statistics]] = {}
     for name, by_label in jax.device_get(dict(found)).items():
         for label, values in by_label.items():

@@ -109,7 +109,7 @@ class TestGivenNames:
             jlp.quantize_matmuls(two_layers, NVFP4, names=NAMES[:2])(PARAMS, X)
 
 
-def test_a_summary_counts_what_is_quantised_and_says_why_the_rest_is_not():
+def test_a_summary_counts_what_is_quantised_and_what_stays():
     def loss(params, x):
         for weight in params["blocks"]:
             x = x @ weight

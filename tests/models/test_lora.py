@@ -117,7 +117,7 @@ class TestTrees:
     @pytest.mark.parametrize("call", [jlp.lora.apply, jlp.lora.merge])
     def test_adapters_that_do_not_fit(self, call):
         adapters = jlp.lora.init(KEY, PARAMS, rank=4)
-        with pytest.raises(ValueError, match="no weight has the name 'dawn'; the nearest ones are 'down'"):
+        with pytest.raises(ValueError, match="no weight has the name 'dawn'; .*; the nearest ones are 'down'"):
             call(PARAMS, {"dawn": adapters["down"]})
         with pytest.raises(ValueError, match="'down': adapter.a"):
             call(PARAMS, {"down": adapters["stack/up"]})

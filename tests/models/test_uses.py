@@ -90,7 +90,7 @@ class TestFunctions:
         found = jlp.explain(jlp.quantize_matmuls(loss, KEEP), jlp.FROM_CONTEXT, params, TOKENS)
         assert quantised(found) == {"up", "down"}
 
-    def test_a_projection_to_heads_as_wide_as_the_vocabulary_is_no_head(self):
+    def test_heads_as_wide_as_the_vocabulary_are_no_head(self):
         """Nothing contracts the last axis of values; their weight [heads, d, D] is no matrix, but contracts D."""
         params = {"tok": matrix(D, D), "v": np.stack([matrix(8, D)] * 2), "words": matrix(D, D)}
 

@@ -14,7 +14,6 @@ def tree(source):
     return ast.parse(source.read_text())
 
 
-@pytest.mark.slow
 def test_names_of_tests_are_short():
     names = {
         node.name

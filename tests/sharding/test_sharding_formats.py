@@ -51,7 +51,8 @@ class TestQuantize:
         result, found = on_mesh(every_way(fmt), [x], [P("a", "b")], mesh_of((2, 4), axis_type))
         assert_same_bytes(result, jax.jit(every_way(fmt))(x))
         assert {kind for kind, _ in found} <= {"all-reduce"}
-        assert sum(elements for _, elements in found) in ((1, 2) if fmt.scaling == "tensor" else (0,))
+        amaxes = {"tensor": (1, 2), "rows": (4 * 128,)}.get(fmt.scaling, (0,))  # XLA may join those of two calls
+        assert sum(elements for _, elements in found) in amaxes
 
     @pytest.mark.parametrize(
         ("shape", "spec"),

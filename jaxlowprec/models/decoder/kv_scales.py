@@ -43,6 +43,7 @@ def scale_of(amax: Float[Array, "*A"], *, power_of_two: bool = True) -> Float[Ar
         power_of_two: False for amax / 448 itself.
 
     Raises:
+        TypeError: amax is no array of numbers.
         ValueError: a magnitude is negative or not finite.
 
     Source: numerics.md 18.
@@ -51,7 +52,10 @@ def scale_of(amax: Float[Array, "*A"], *, power_of_two: bool = True) -> Float[Ar
     [1.0, 2.0, 1.0]
     """
     a_flag("scale_of", power_of_two=power_of_two)
-    given = np.asarray(amax, np.float32)
+    try:
+        given = np.asarray(amax).astype(np.float32, casting="same_kind")
+    except (TypeError, ValueError):
+        raise TypeError(f"scale_of: amax={shown(amax)}; needs an array of float32") from None
     if not (np.isfinite(given).all() and (given >= 0).all()):
         raise ValueError(f"scale_of: amax={shown(amax)}; needs finite magnitudes, 0 or more")
     exact = np.where(given == 0, np.float32(1), given / np.float32(LARGEST))

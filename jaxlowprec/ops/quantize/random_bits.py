@@ -167,6 +167,15 @@ def check_key(who: str, key: Any, argument: str = "key") -> None:
         raise TypeError(f"{who}: {argument}={shown(key)}; needs a JAX key such as jax.random.key(0)")
 
 
+def folded(who: str, key: Any, number: int) -> jax.Array:
+    """`jax.random.fold_in`. Raises TypeError unless it is one key."""
+    check_key(who, key)
+    try:
+        return jax.random.fold_in(key, number)
+    except (TypeError, ValueError):
+        raise TypeError(f"{who}: key={shown(key)}; needs one JAX key such as jax.random.key(0)") from None
+
+
 def key_words(who: str, key: Any, batch: tuple[int, ...], argument: str = "key") -> jax.Array:
     """The two uint32 words of a key, or of one key per slice, as [*batch, 2]. `argument`: what it was given as.
 
@@ -174,7 +183,7 @@ def key_words(who: str, key: Any, batch: tuple[int, ...], argument: str = "key")
     """
     check_key(who, key, argument)
     typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
-    words = jax.random.key_data(key) if typed else as_array(key)
+    words = jax.random.key_data(key) if typed else as_array(key) if key.dtype == np.uint32 else key
     if words.dtype == jnp.uint32 and words.shape[-1:] == (4,):
         words = words_at(words[..., :2], words[..., 2], words[..., 3], stream=_STREAM_OF_LONGER_KEYS)
     if words.dtype != jnp.uint32 or words.shape[-1:] != (2,) or words.shape[:-1] not in ((), batch):

@@ -4,7 +4,8 @@ import time
 
 import pytest
 
-from tests.hostile.recipes.calls import CALLS, Call
+from tests.hostile.recipes.call import Call
+from tests.hostile.recipes.calls import CALLS
 from tests.hostile.recipes.campaign import Fault, TooLong, attack, outcome, run
 from tests.hostile.recipes.values import Asked, names, value
 

@@ -7,7 +7,8 @@ import itertools
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
+import optax
+from flax import linen, nnx
 from jax.sharding import PartitionSpec
 
 import jaxlowprec as jlp
@@ -138,6 +139,17 @@ def arrays():
     found |= {"codes": found["in MXFP8 E4M3 1x32"].data, "scales": found["in MXFP8 E4M3 1x32"].scale}
     found["swizzled scales"] = jlp.layouts.gemm_scales(found["in MXFP8 E4M3 1x32"])
     found["parameters"] = {"up": x}
+    found |= {
+        "gamma": x[0],
+        "two kernels": (x.T, x.T),
+        "kernels": (x.T, x.T, x),
+        "expert kernels": (found["cube.mT"],) * 2 + (found["cube"],),
+    }
+    found["log-probabilities"] = -jnp.abs(x)
+    found["adapters"] = jlp.lora.init(jax.random.key(0), {"up": x}, rank=4)
+    found["8-bit adamw"] = jlp.optim.quantized_state(ADAMW, smallest=0)
+    found["its state"] = found["8-bit adamw"].init({"up": x})
+    found["state of adamw"] = ADAMW.init({"up": x})
     found["model"] = jlp.nnx.Linear(32, 8, rngs=nnx.Rngs(0))
     found["kernel"] = jlp.quantize_kernel(x.T, jlp.NVFP4BlockScaling())
     found["dispatch"] = moe.dispatch(jnp.zeros((16, 2), jnp.int32), 4)
@@ -147,6 +159,7 @@ def arrays():
     return found
 
 
+ADAMW = optax.adamw(1e-3)
 RECIPES = (
     *(jlp.NVFP4BlockScaling, jlp.Float8BlockScaling, jlp.MXFP8BlockScaling, jlp.Float8CurrentScaling),
     *(jlp.NVFP4Eden, jlp.DelayedScaling, jlp.Int4QAT, jlp.WeightQAT),
@@ -160,6 +173,9 @@ STATIC = {
     "Hadamard()": jlp.Hadamard(),
     "Hadamard(64, None)": jlp.Hadamard(64, None),
     "Role": jlp.Role(jlp.NVFP4()),
+    "adamw": ADAMW,
+    "rules": (("up", jlp.MXFP8BlockScaling()),),
+    "Linen module": linen.Dense(4),
     "Roles": jlp.Roles(None, jlp.Role(jlp.MXFP8()), None),
     "Custom": jlp.Custom(lambda role: jlp.MXFP8()),
     "phases": {0: jlp.NVFP4BlockScaling(), 16: None},

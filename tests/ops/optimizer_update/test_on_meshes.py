@@ -69,7 +69,7 @@ class TestMeshes:
         assert_same_bytes(tuple(jax.device_get(new)), expected(args, (None, None), None))
         assert "all-gather" not in compiled.as_text() and "all-reduce" not in compiled.as_text()
 
-    def test_shards_within_shard_map_are_refused_if_anything_is_drawn(self):
+    def test_shards_within_shard_map_are_refused_if_drawn(self):
         mesh = mesh_of((8,))
         args = operands((16, 64), ("nearest", None), np.float32, None)
 
