@@ -6,6 +6,7 @@ import pathlib
 
 import ml_dtypes
 import numpy as np
+from safetensors.numpy import load_file, save_file
 
 from jaxlowprec.checkpoints.files.dtypes import file_dtype
 from jaxlowprec.checkpoints.files.folder import INDEX_FILE, CheckpointFolder, write_index
@@ -86,3 +87,19 @@ def contents(path):
 
 def same(a, b):
     return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
+
+
+def merged(folder, adapter, target):
+    """The folder of a model in which the weights of another have taken up an adapter, in float32."""
+    target.mkdir()
+    (target / "config.json").write_text((folder / "config.json").read_text())
+    said = json.loads((adapter / "adapter_config.json").read_text())
+    weights = {name: np.float32(tensor) for name, tensor in load_file(folder / "model.safetensors").items()}
+    halves = load_file(adapter / "adapter_model.safetensors")
+    for name, a in halves.items():
+        module, found, _ = name.removeprefix("base_model.model.").partition(".lora_A.")
+        if found:
+            b = halves[name.replace(".lora_A.", ".lora_B.")]
+            weights[f"{module}.weight"] += said["lora_alpha"] / said["r"] * b @ a
+    save_file(weights, target / "model.safetensors")
+    return target

@@ -2,11 +2,14 @@
 
 import json
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from safetensors.numpy import load_file
 
-from jaxlowprec.checkpoints import save_adapters
+import jaxlowprec as jlp
+from jaxlowprec.checkpoints import Rule, TreeMapping, mapping_for, save_adapters
 
 UP, QUERY = "model.layers.{}.mlp.up_proj.weight", "model.layers.0.self_attn.q_proj.weight"
 
@@ -48,3 +51,56 @@ def test_wrong_adapters_are_refused(adapters, said, tmp_path):
     with pytest.raises(ValueError, match=said):
         save_adapters(tmp_path / "new", adapters, rank=2, alpha=4.0)
     assert not (tmp_path / "new").exists()
+
+
+def of_up(**leaves):
+    """A tree with a kernel [8, 6] and these leaves beside it."""
+    return {"layers": [{"mlp": {"up_proj": {"kernel": np.zeros((8, 6))} | leaves}}]}
+
+
+def adapted(a=(8, 2), b=(2, 6)):
+    return of_up(kernel_lora_a=np.zeros(a), kernel_lora_b=np.zeros(b))
+
+
+LLAMA = mapping_for({"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 1})
+BOTH = tuple(f"layers.{{i}}.mlp.{part}_proj.kernel" for part in ("up", "gate"))
+JOINED = TreeMapping((Rule(BOTH, "layers.{i}.both.weight", "D N -> +N D"),))
+EXPERTS = TreeMapping((Rule("up", "experts.{expert}.up.weight", "expert D N -> N D"),))
+
+
+@pytest.mark.parametrize(
+    ("mapping", "tree", "said"),
+    [
+        (LLAMA, of_up(), "has no leaves such as kernel_lora_a"),
+        (LLAMA, of_up(kernel_lora_a=np.zeros((8, 2))), "needs layers.0.mlp.up_proj.kernel and both halves"),
+        (LLAMA, of_up(gate_lora_a=np.zeros((8, 2)), gate_lora_b=np.zeros((2, 6))), "needs layers.0.mlp.up_proj.gate"),
+        (LLAMA, adapted(a=(6, 2)), r"shape \(6, 2\) beside a kernel of shape \(8, 6\); needs \[K rank\]"),
+        (LLAMA, adapted(b=(2, 8)), r"shape \(2, 8\) beside a kernel of shape \(8, 6\); needs \[rank N\]"),
+        (LLAMA, adapted(b=(2, 3, 2)), r"shape \(2, 3, 2\)"),
+        (JOINED, adapted(), "joins several leaves"),
+        (EXPERTS, {"up": np.zeros((3, 8, 6)), "up_lora_a": 1, "up_lora_b": 1}, "no kernel of experts"),
+    ],
+)
+def test_adapters_that_have_no_place_are_refused(mapping, tree, said):
+    with pytest.raises(ValueError, match=said):
+        mapping.adapters(tree)
+
+
+def test_those_of_add_lora_are_found_beside_quantised_kernels():
+    class Model(nnx.Module):
+        def __init__(self, rngs):
+            self.q_proj = nnx.LinearGeneral(16, (2, 32), rngs=rngs)
+            self.up_proj = nnx.Linear(64, 32, rngs=rngs)
+
+    model = jlp.quantize_params(jlp.nnx.convert(Model(nnx.Rngs(0))), jlp.WeightQAT(jlp.NVFP4()))
+    model = jlp.nnx.add_lora(model, rank=4, rngs=nnx.Rngs(1))
+    for number, half in enumerate(nnx.to_flat_state(nnx.state(model, nnx.LoRAParam)).leaves):
+        half[...] = jnp.sin(number + jnp.arange(half.size)).reshape(half.shape)
+    kinds = "D N -> N D | D H d -> (H d) D"
+    mapping = TreeMapping(tuple(Rule(f"{name}.kernel", f"{name}.weight", kinds) for name in ("q_proj", "up_proj")))
+    pairs = mapping.adapters(model)
+    for name in ("q_proj", "up_proj"):
+        a, b = pairs[f"{name}.weight"]
+        lora = getattr(model, name).lora
+        np.testing.assert_array_equal(a, np.float32(lora.lora_a[...]))
+        np.testing.assert_array_equal(b.reshape(4, -1), np.float32(lora.lora_b[...]))

@@ -17,24 +17,36 @@ _MAXTEXTS = re.compile(r"^(\[DECOUPLED|Per train step:| Total TFLOPs:| split as 
 _RUN = """
 import json, sys, warnings
 from tests.docs.pages import pieces, printed_by
+from tests.checkpoints.small_models import merged
 warnings.simplefilter("ignore", DeprecationWarning)
 names = {"__name__": "example"}
 printed = [printed_by(piece, sys.argv[1], names) for piece in pieces(sys.argv[1])]
-print("\\n" + json.dumps(printed))
+base, theirs = names["served"], names["logits"](names["adapted"], names["config"], names["tokens"])
+folders = {"base": base, "merged": merged(base, base.parent / "adapter", base.parent / "merged")}
+ours = {name: names["decoders"].load(folder)(names["tokens"]) for name, folder in folders.items()}
+differences = {name: float(abs(array - theirs).max()) for name, array in ours.items()}
+print("\\n" + json.dumps([printed, differences]))
 """
 
 
 @pytest.fixture(scope="module")
-def printed():
-    """What the pieces print, one after the other. MaxText changes JAX's settings, so a process of its own runs them."""
+def said():
+    """(what the pieces print, one after the other; differences of logits with adapters from MaxText's).
+
+    MaxText changes JAX's settings, so a process of its own runs them.
+    """
     return json.loads(run_python("-c", _RUN, PAGE).stdout.splitlines()[-1])
 
 
 @pytest.mark.parametrize("number", range(len(PIECES)), ids=lambda number: f"line_{PIECES[number].line}")
-def test_a_piece_prints_what_the_page_shows(printed, number):
+def test_a_piece_prints_what_the_page_shows(said, number):
     piece = PIECES[number]
-    ours = _MAXTEXTS.sub("", printed[number])
+    ours = _MAXTEXTS.sub("", said[0][number])
     assert not differs(ours, piece.shown), f"{PAGE}:{piece.line}: prints\n{ours}"
+
+
+def test_a_folder_that_takes_up_the_adapters_has_the_logits(said):
+    assert said[1]["merged"] < 1e-4 < 0.5 < said[1]["base"]
 
 
 def test_it_trains_on_a_mesh_and_accumulates_gradients():

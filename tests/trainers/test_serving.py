@@ -9,9 +9,9 @@ import json
 import jax
 import numpy as np
 import pytest
-from safetensors.numpy import load_file, save_file
 
 from jaxlowprec import checkpoints
+from tests.checkpoints.small_models import merged
 from tests.helpers import run_python
 from tests.weight_sync.engines import live_vllm, models
 
@@ -42,11 +42,15 @@ batch = jnp.asarray(tokens), utils.build_positions_from_mask(mask), None, utils.
 own |= {"bfloat16": model(*batch)[0], "bfloat16, adapted": adapted(*batch)[0]}
 """
 MAXTEXT = """
+import shutil
+
 def left(name, config, params, *more):
     save(place / name, params, mapping_for(config, "maxtext"), config, dtype="bfloat16")
-    own[name] = logits(params, tokens, *more)
+    own[name] = logits(*loaded(params, *more), tokens)
 
 left("bfloat16", published, params)
+shutil.copytree(pathlib.Path(kept.name, "adapter"), place / "adapter")
+own["bfloat16, adapted"] = logits(adapted, config, tokens)
 sparse = published | {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "moe_intermediate_size": 256}
 sparse |= {"num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True, "decoder_sparse_step": 1}
 sparse["rope_theta"] = 1e7  # as that of MaxText's qwen3-30b-a3b
@@ -68,7 +72,7 @@ own["bfloat16"] = exact.apply({"params": jax.tree.map(jnp.float32, params)}, tok
 WIDER = {'"head_dim": 16': '"head_dim": 32', '"query_pre_attn_scalar": 16': '"query_pre_attn_scalar": 32'}
 TRAINERS: dict[str, tuple[str, tuple[int, ...], dict[str, str]]] = {
     "tunix": (TUNIX, (1, 3, 6, 7), {}),
-    "maxtext": (MAXTEXT, (0, 1, 5), {}),
+    "maxtext": (MAXTEXT, (0, 1, 5, 6), {}),
     "levanter": (LEVANTER, (0, 1), {"hidden_dim=64": "hidden_dim=128"}),
     "gemma": (GEMMA, (0, 1), WIDER),
 }
@@ -83,22 +87,6 @@ BOUNDS = {
     "fp8_channel": 0.6,
 }
 """The largest difference of a log-probability, in deviations of all. vLLM 0.32 has half of it."""
-
-
-def merged(folder, adapter, target):
-    """The folder of a model in which the weights of another have taken up an adapter, in float32."""
-    target.mkdir()
-    (target / "config.json").write_text((folder / "config.json").read_text())
-    said = json.loads((adapter / "adapter_config.json").read_text())
-    weights = {name: np.float32(tensor) for name, tensor in load_file(folder / "model.safetensors").items()}
-    halves = load_file(adapter / "adapter_model.safetensors")
-    for name, a in halves.items():
-        module, found, _ = name.removeprefix("base_model.model.").partition(".lora_A.")
-        if found:
-            b = halves[name.replace(".lora_A.", ".lora_B.")]
-            weights[f"{module}.weight"] += said["lora_alpha"] / said["r"] * b @ a
-    save_file(weights, target / "model.safetensors")
-    return target
 
 
 @pytest.fixture(scope="module", params=TRAINERS)

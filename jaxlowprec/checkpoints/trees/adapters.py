@@ -1,18 +1,111 @@
-"""LoRA adapters as a folder in the form of the package peft, which servers load beside the model's own folder."""
+"""LoRA adapters: those in a trainer's tree, with names and order of rows as in Hugging Face's weights; and a folder in
+the form of the package peft, which servers load beside the model's own folder.
+"""
 
 from __future__ import annotations
 
 import json
 import os
 import pathlib
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from jaxlowprec.checkpoints.files.safetensors_file import write_tensors
+from jaxlowprec.checkpoints.trees.groups import Group, groups
+from jaxlowprec.checkpoints.trees.layout import PLUS, Layout, Moves, flat
+from jaxlowprec.checkpoints.trees.rule import Rule
+from jaxlowprec.checkpoints.trees.tree_paths import on_host
 
 _WHO, _END = "save_adapters", ".weight"
+_HALVES = (
+    (r"(.+)_lora_[ab]", r"\1"),  # qwix
+    (r"(.+)\.lora\.lora_[ab]", r"\1.kernel"),  # jaxlowprec.nnx.add_lora
+    (r"(.+)\._LoRAEinsum_0\.lora\.[ab]", r"\1.w"),  # the gemma package: modules, and
+    (r"(.+)\._LoRAEinsum_(\w+)\.lora\.[ab]", r"\1.\2"),  # parameters
+)
+"""Paths of halves of adapters, and their kernels'."""
+_RANK = "rank"
+
+
+def _kernel_of(path: str) -> str | None:
+    """The path of the kernel that a leaf is half of an adapter of; None if the leaf is something else.
+
+    >>> _kernel_of("mlp.wo.kernel_lora_a"), _kernel_of("mlp.wo.lora.lora_b"), _kernel_of("mlp.wo.kernel")
+    ('mlp.wo.kernel', 'mlp.wo.kernel', None)
+    >>> _kernel_of("attn.q_einsum._LoRAEinsum_0.lora.a"), _kernel_of("mlp._LoRAEinsum_linear.lora.b")
+    ('attn.q_einsum.w', 'mlp.linear')
+    """
+    for pattern, kernel in _HALVES:
+        if half := re.fullmatch(pattern, path):
+            return half.expand(kernel)
+    return None
+
+
+def pairs_of(rules: Sequence[Rule], found: Mapping[str, Any]) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """The adapters among a tree's leaves, as `TreeMapping.adapters` returns them."""
+    who = "adapters"
+    halves: dict[str, list[str]] = {}
+    for path in found:
+        if (kernel := _kernel_of(path)) is not None:
+            halves.setdefault(kernel, []).append(path)
+    for kernel, paths in halves.items():
+        if len(paths) != 2 or kernel not in found:
+            raise ValueError(f"{who}: the tree has {', '.join(paths)}; needs {kernel} and both halves of its adapter")
+    if not halves:
+        raise ValueError(f"{who}: the tree has no leaves such as kernel_lora_a; needs a model with adapters")
+    pairs = {}
+    for group in groups(who, rules, {kernel: found[kernel] for kernel in halves}):
+        if len(group.paths) > 1 or group.rule.of_experts or not group.rule.is_kernel:
+            raise ValueError(
+                f"{who}: {group.path} has an adapter and is {', '.join(group.names)} in the file; needs a kernel: no "
+                "embedding, no kernel of experts, none that the file joins to others. Give those no adapters"
+            )
+        a, b = ((path, found[path]) for path in sorted(halves[group.path]))
+        moves_a, moves_b = _moves(who, group, *a, outputs=False), _moves(who, group, *b, outputs=True)
+        down, up = np.float32(on_host(*a)), np.float32(on_host(*b)) / np.float32(group.rule.factor)
+        for place in group.places():
+            pairs[place.name] = moves_a.out(down, place.counts), moves_b.out(up, place.counts, place.part)
+    return pairs
+
+
+def _moves(who: str, group: Group, path: str, half: Any, outputs: bool) -> Moves:
+    """How half an adapter becomes a matrix of the rank and of the weight's outputs or inputs.
+
+    The half has the kernel's axes in their order, or merged to one; those that count layers are where the kernel has
+    them.
+    """
+    kernel, shape, moves = group.layout, tuple(half.shape), group.moves[0]
+    axes = kernel.right[0 if outputs else 1]
+    splits = outputs and kernel.splits_leaf
+    left = [each for each in kernel.left if set(each) & {*axes, *((PLUS,) if splits else ())}]
+    if len(shape) == 2 + len(kernel.counted) and (PLUS,) not in left:
+        left = [flat(tuple(left))]
+    right = [(axis,) for axis in axes]
+    for side in left, right:
+        side.insert(0 if outputs else len(side), (_RANK,))
+    for at, each in enumerate(kernel.left):
+        if each[0] in kernel.counted:
+            left.insert(at, each)
+    text = " ".join(each[0] if len(each) == 1 else f"({' '.join(each)})" for each in left)
+    sizes = moves.file_sizes()
+    known = tuple((axis, sizes[axis]) for axis in axes if axis != kernel.joined)
+    layout = Layout(text, tuple(left), tuple(right), kernel.joined if splits else None, splits)
+    made = Moves(layout, shape, moves.shares if splits else (1,), known, moves.padded)
+    if len(shape) != len(left) or made.counts != moves.counts or not _agree(made, moves):
+        raise ValueError(f"{who}: {path} has shape {shape} beside a kernel of shape {moves.shape}; needs [{text}]")
+    return made
+
+
+def _agree(made: Moves, kernel: Moves) -> bool:
+    """Whether half an adapter fits its layout, and each part has the size that the kernel's part has."""
+    try:
+        pairs = [(made.file_sizes(part), kernel.file_sizes(part)) for part in range(len(kernel.shares))]
+    except ValueError:
+        return False
+    return all(ours | theirs == theirs | ours for ours, theirs in pairs)
 
 
 def save_adapters(

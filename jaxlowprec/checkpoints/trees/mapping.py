@@ -26,6 +26,7 @@ from jaxlowprec.arrays.quantized_array import QuantizedArray
 from jaxlowprec.checkpoints.files.dtypes import same_bytes
 from jaxlowprec.checkpoints.files.strict_json import repeated
 from jaxlowprec.checkpoints.schemes.base import FLOATS, Scheme, as_dtype, require_scheme
+from jaxlowprec.checkpoints.trees.adapters import pairs_of
 from jaxlowprec.checkpoints.trees.groups import Group, Place, groups, unmerged
 from jaxlowprec.checkpoints.trees.layout import Moves, stacked
 from jaxlowprec.checkpoints.trees.leaf_tensors import LeafTensors, PlacedTensor, about
@@ -64,6 +65,30 @@ class TreeMapping:
         """
         found = self._groups("names", tree)
         return {path: ", ".join(group.names) for group in found for path in group.paths}
+
+    def adapters(self, tree: Any) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+        """The LoRA adapters in a tree, by the names of the weights that they belong to, for `save_adapters`.
+
+        They may be those of qwix, which tunix and MaxText use (`kernel_lora_a`, `kernel_lora_b`), of the gemma package,
+        and of `jaxlowprec.nnx.add_lora`. Each layer of a scan has a pair; those of a leaf that is split share A.
+
+        Arguments:
+            tree: an NNX module or state, or Linen's parameters, with the kernels.
+
+        Returns:
+            A [K..., rank] and B [rank, N...] in float32, for rows in the file's order and in its units.
+
+        Raises:
+            ValueError: the tree has no adapters, or half of one, or one whose shape does not fit its kernel's; a kernel
+                with an adapter is joined to others in the file, or of experts, or an embedding.
+
+        >>> mapping = TreeMapping((Rule("layers.up.kernel", "model.layers.{i}.up.weight", "i D N -> N D"),))
+        >>> shapes = {"kernel": (2, 4, 6), "kernel_lora_a": (2, 4, 1), "kernel_lora_b": (2, 1, 6)}
+        >>> tree = {"layers": {"up": {name: np.ones(shape) for name, shape in shapes.items()}}}
+        >>> {name: (a.shape, b.shape) for name, (a, b) in mapping.adapters(tree).items()}
+        {'model.layers.0.up.weight': ((4, 1), (1, 6)), 'model.layers.1.up.weight': ((4, 1), (1, 6))}
+        """
+        return pairs_of(self.rules, leaves(tree))
 
     def float_modules(self, tree: Any) -> list[str]:
         """The names of modules whose kernels are not quantised, with those that have no tensor but that of another."""

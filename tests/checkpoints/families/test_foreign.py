@@ -3,6 +3,7 @@ the packages' own converters read from a checkpoint, or the logits that their mo
 """
 
 import json
+import re
 
 import jax
 import jax.numpy as jnp
@@ -46,6 +47,53 @@ class TestConverters:
         made = mapping.to_tensors(mapping.from_tensors(tensors, abstract(captured)), dtype="bfloat16")
         assert set(made) == set(tensors)
         assert_same_bytes(made, {name: tensors[name] for name in made})
+
+
+CONTRACTED = {"out": "ab", "o_proj": "ab", "attn_vec_einsum": "ab"}
+CONTRACTED |= {"q_einsum": "b", "kv_einsum": "c", "qkv_einsum": "c", "gating_einsum": "c"}
+"""The axes of a kernel, from a on, that its product contracts, by the module. That of others is a."""
+
+
+def adapter_of(tree, path, shape):
+    """(A, B, their product with the kernel's axes), of rank 3, as the package makes them: MaxText's are matrices."""
+    scanned = tree == "maxtext" and re.search(r"layers\.(layers_\d+\.)?[a-z]", path) is not None
+    layers, own = (shape[1], (shape[0], *shape[2:])) if scanned else (1, shape)
+    sizes = dict(zip("abcd", own, strict=False))
+    inputs = CONTRACTED.get(re.sub(r"\.(kernel|w)$", "", path).split(".")[-1], "a")
+    outputs = "".join(axis for axis in sizes if axis not in inputs)
+    a = numbers(f"{path} a", (layers, *(sizes[axis] for axis in inputs), 3))
+    b = numbers(f"{path} b", (layers, 3, *(sizes[axis] for axis in outputs)))
+    product = np.einsum(f"l{inputs}r,lr{outputs}->l{''.join(sizes)}", a, b)
+    if tree == "maxtext":
+        a, b = a.reshape(layers, -1, 3), b.reshape(layers, 3, -1)
+    return tuple(np.moveaxis(array, 0, 1) if scanned else array[0] for array in (a, b, product))
+
+
+def half_of(tree, path, half):
+    """The path of half an adapter."""
+    if tree != "flax_gemma":
+        return f"{path}_lora_{half}"
+    module, _, parameter = path.rpartition(".")
+    return f"{module}._LoRAEinsum_{'0' if parameter == 'w' else parameter}.lora.{half}"
+
+
+@over_models("maxtext", "tunix", "flax_gemma")
+def test_adapters_change_the_weights_as_they_change_the_leaves(tree, model):
+    captured = CAPTURED[tree]["models"][model]
+    mapping, base, moved, halves = mapping_for(captured["config"], tree), {}, {}, {}
+    for path, leaf in captured["leaves"].items():
+        base[path] = moved[path] = np.zeros(leaf["shape"], np.float32)
+        if re.search(r"\.(mlp|self_attention|attn)\..*(kernel|w|linear|gating_einsum)$", path) and "norm" not in path:
+            a, b, product = adapter_of(tree, path, leaf["shape"])
+            halves |= {half_of(tree, path, "a"): a, half_of(tree, path, "b"): b}
+            moved[path] = product.astype(np.float32)
+    pairs = mapping.adapters(nested(base | halves))
+    tensors = mapping.to_tensors(nested(moved), dtype="float32")
+    changed = {name: tensor for name, tensor in tensors.items() if tensor.any() and "norm" not in name}
+    assert set(pairs) == set(changed)
+    for name, tensor in changed.items():
+        a, b = (np.float64(half) for half in pairs[name])
+        np.testing.assert_allclose(b.reshape(3, -1).T @ a.reshape(-1, 3).T, tensor, rtol=1e-5, atol=1e-5)
 
 
 @over_models("flax_gemma")
