@@ -12,7 +12,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 
 import jaxlowprec as jlp
@@ -143,33 +142,8 @@ def export_adapters(source: pathlib.Path, destination: pathlib.Path, decoder: De
 
     Adapters of layers that the file joins to one matrix become one of the sum of their ranks, which is the same update.
     """
-    pairs = {}
-    for name, adapters in _adapters(decoder).items():
-        downs, ups = ([np.asarray(pair[n][...], np.float32) for pair in adapters] for n in range(2))
-        pairs[name] = np.concatenate(downs, axis=1), _diagonal(ups)
+    pairs = mapping_of(decoder.config).adapters(decoder)
     checkpoints.save_adapters(destination, pairs, rank=rank, alpha=alpha, base=source)
-
-
-def _adapters(decoder: Decoder) -> dict[str, list[tuple[Any, Any]]]:
-    """The matrices of adapters by the file's weights, in the order in which the file joins what they belong to."""
-    found: dict[str, dict[int, tuple[Any, Any]]] = {}
-    rules = mapping_of(decoder.config).rules
-    for path, layer in nnx.iter_modules(decoder):
-        if isinstance(layer, jlp.nnx.LoRALinear):
-            kernel = ".".join(map(str, (*path, "kernel")))
-            place, name = next((hit[0], rule.name_of(kernel)) for rule in rules if (hit := rule.bound(kernel)))
-            found.setdefault(str(name), {})[place] = layer.lora.lora_a, layer.lora.lora_b
-    return {name: [pairs[place] for place in sorted(pairs)] for name, pairs in found.items()}
-
-
-def _diagonal(blocks: list[np.ndarray]) -> np.ndarray:
-    """Matrices as the blocks of one that is zero elsewhere."""
-    made = np.zeros(np.sum([block.shape for block in blocks], axis=0), np.float32)
-    rows = columns = 0
-    for block in blocks:
-        made[rows : rows + block.shape[0], columns : columns + block.shape[1]] = block
-        rows, columns = rows + block.shape[0], columns + block.shape[1]
-    return made
 
 
 def decoded(state: Any) -> Any:

@@ -63,8 +63,6 @@ def adapted(a=(8, 2), b=(2, 6)):
 
 
 LLAMA = mapping_for({"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 1})
-BOTH = tuple(f"layers.{{i}}.mlp.{part}_proj.kernel" for part in ("up", "gate"))
-JOINED = TreeMapping((Rule(BOTH, "layers.{i}.both.weight", "D N -> +N D"),))
 EXPERTS = TreeMapping((Rule("up", "experts.{expert}.up.weight", "expert D N -> N D"),))
 
 
@@ -77,13 +75,25 @@ EXPERTS = TreeMapping((Rule("up", "experts.{expert}.up.weight", "expert D N -> N
         (LLAMA, adapted(a=(6, 2)), r"shape \(6, 2\) beside a kernel of shape \(8, 6\); needs \[K rank\]"),
         (LLAMA, adapted(b=(2, 8)), r"shape \(2, 8\) beside a kernel of shape \(8, 6\); needs \[rank N\]"),
         (LLAMA, adapted(b=(2, 3, 2)), r"shape \(2, 3, 2\)"),
-        (JOINED, adapted(), "joins several leaves"),
-        (EXPERTS, {"up": np.zeros((3, 8, 6)), "up_lora_a": 1, "up_lora_b": 1}, "no kernel of experts"),
+        (EXPERTS, {"up": np.zeros((3, 8, 6)), "up_lora_a": 1, "up_lora_b": 1}, "none of experts"),
     ],
 )
 def test_adapters_that_have_no_place_are_refused(mapping, tree, said):
     with pytest.raises(ValueError, match=said):
         mapping.adapters(tree)
+
+
+def test_joined_leaves_share_a_pair_also_if_one_has_no_adapter():
+    paths = tuple(f"{part}_proj.kernel" for part in ("gate", "up"))
+    mapping = TreeMapping((Rule(paths, "gate_up.weight", "D N -> +N D"),))
+    a, b = pair(2)
+    kernels = {f"{part}_proj": {"kernel": np.zeros((8, 6))} for part in ("gate", "up")}
+    kernels["up_proj"] |= {"kernel_lora_a": a, "kernel_lora_b": b}
+    down, up = mapping.adapters(kernels)["gate_up.weight"]
+    np.testing.assert_allclose(down @ up, np.concatenate([np.zeros((8, 6)), a @ b], axis=1), rtol=1e-5, atol=1e-6)
+    kernels["gate_proj"] |= {"kernel_lora_a": 2 * a, "kernel_lora_b": b}
+    down, up = mapping.adapters(kernels)["gate_up.weight"]
+    np.testing.assert_allclose(down @ up, np.concatenate([2 * a @ b, a @ b], axis=1), rtol=1e-5, atol=1e-6)
 
 
 def test_those_of_add_lora_are_found_beside_quantised_kernels():

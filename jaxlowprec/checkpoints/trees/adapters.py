@@ -14,10 +14,13 @@ from typing import Any
 import numpy as np
 
 from jaxlowprec.checkpoints.files.safetensors_file import write_tensors
-from jaxlowprec.checkpoints.trees.groups import Group, groups
-from jaxlowprec.checkpoints.trees.layout import PLUS, Layout, Moves, flat
+from jaxlowprec.checkpoints.trees.groups import Group, Place, groups
+from jaxlowprec.checkpoints.trees.layout import PLUS, Layout, Moves, flat, joined
 from jaxlowprec.checkpoints.trees.rule import Rule
 from jaxlowprec.checkpoints.trees.tree_paths import on_host
+
+Pair = tuple[np.ndarray, np.ndarray]
+"""A and B."""
 
 _WHO, _END = "save_adapters", ".weight"
 _HALVES = (
@@ -44,7 +47,7 @@ def _kernel_of(path: str) -> str | None:
     return None
 
 
-def pairs_of(rules: Sequence[Rule], found: Mapping[str, Any]) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+def pairs_of(rules: Sequence[Rule], found: Mapping[str, Any]) -> dict[str, Pair]:
     """The adapters among a tree's leaves, as `TreeMapping.adapters` returns them."""
     who = "adapters"
     halves: dict[str, list[str]] = {}
@@ -56,29 +59,59 @@ def pairs_of(rules: Sequence[Rule], found: Mapping[str, Any]) -> dict[str, tuple
             raise ValueError(f"{who}: the tree has {', '.join(paths)}; needs {kernel} and both halves of its adapter")
     if not halves:
         raise ValueError(f"{who}: the tree has no leaves such as kernel_lora_a; needs a model with adapters")
+    adapters = {
+        kernel: [(path, np.asarray(on_host(path, found[path]), np.float32)) for path in sorted(paths)]
+        for kernel, paths in halves.items()
+    }
+    joining = [rule for rule in rules if len(rule.paths) > 1]
+    kernels = {path: leaf for path, leaf in found.items() if path in halves or any(r.bound(path) for r in joining)}
     pairs = {}
-    for group in groups(who, rules, {kernel: found[kernel] for kernel in halves}):
-        if len(group.paths) > 1 or group.rule.of_experts or not group.rule.is_kernel:
+    for group in groups(who, rules, kernels):
+        if adapters.keys().isdisjoint(group.paths):
+            continue
+        if group.rule.of_experts or not group.rule.is_kernel:
             raise ValueError(
-                f"{who}: {group.path} has an adapter and is {', '.join(group.names)} in the file; needs a kernel: no "
-                "embedding, no kernel of experts, none that the file joins to others. Give those no adapters"
+                f"{who}: {group.path} has an adapter and is {', '.join(group.names)} in the file; needs a kernel, and "
+                "none of experts: give embeddings and experts no adapters"
             )
-        a, b = ((path, found[path]) for path in sorted(halves[group.path]))
-        moves_a, moves_b = _moves(who, group, *a, outputs=False), _moves(who, group, *b, outputs=True)
-        down, up = np.float32(on_host(*a)), np.float32(on_host(*b)) / np.float32(group.rule.factor)
         for place in group.places():
-            pairs[place.name] = moves_a.out(down, place.counts), moves_b.out(up, place.counts, place.part)
+            pairs[place.name] = _pair(who, group, place, adapters)
     return pairs
 
 
-def _moves(who: str, group: Group, path: str, half: Any, outputs: bool) -> Moves:
+def _pair(who: str, group: Group, place: Place, adapters: Mapping[str, Sequence[tuple[str, np.ndarray]]]) -> Pair:
+    """A and B beside a tensor. Leaves that are joined to it have theirs side by side in A, and on B's diagonal."""
+    outputs, downs, ups = group.layout.right[0], [], []
+    for path, leaf in zip(group.paths, group.moves, strict=True):
+        if path in adapters:
+            a, b = adapters[path]
+            downs.append(_moves(who, leaf, *a, outputs=False).out(a[1], place.counts))
+            up = _moves(who, leaf, *b, outputs=True).out(b[1], place.counts, place.part)
+            ups.append(up / np.float32(group.rule.factor))
+        else:
+            sizes = leaf.file_sizes()
+            ups.append(np.zeros((0, *(sizes[axis] for axis in outputs if axis != PLUS)), np.float32))
+    ranks, blocks = [len(up) for up in ups], []
+    for n, up in enumerate(ups):
+        blocks.append(np.pad(up, [(sum(ranks[:n]), sum(ranks[n + 1 :])), *[(0, 0)] * (up.ndim - 1)]))
+    axis = None if group.layout.splits_leaf else group.layout.joined
+    return np.concatenate(downs, axis=-1), joined(blocks, (_RANK, *outputs), axis)
+
+
+def _moves(who: str, moves: Moves, path: str, half: np.ndarray, outputs: bool) -> Moves:
     """How half an adapter becomes a matrix of the rank and of the weight's outputs or inputs.
 
-    The half has the kernel's axes in their order, or merged to one; those that count layers are where the kernel has
-    them.
+    The half has the kernel's inputs or outputs in their order, or merged to one axis; the axes that count layers are
+    where the kernel has them.
+
+    Arguments:
+        who, path: for errors.
+        moves: the kernel's.
+        half: A or B.
+        outputs: whether it is B, whose first axis is the rank, and not A, which has it last.
     """
-    kernel, shape, moves = group.layout, tuple(half.shape), group.moves[0]
-    axes = kernel.right[0 if outputs else 1]
+    kernel, shape = moves.layout, half.shape
+    axes = [axis for axis in kernel.right[0 if outputs else 1] if axis != PLUS]
     splits = outputs and kernel.splits_leaf
     left = [each for each in kernel.left if set(each) & {*axes, *((PLUS,) if splits else ())}]
     if len(shape) == 2 + len(kernel.counted) and (PLUS,) not in left:

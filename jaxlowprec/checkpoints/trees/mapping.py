@@ -70,7 +70,8 @@ class TreeMapping:
         """The LoRA adapters in a tree, by the names of the weights that they belong to, for `save_adapters`.
 
         They may be those of qwix, which tunix and MaxText use (`kernel_lora_a`, `kernel_lora_b`), of the gemma package,
-        and of `jaxlowprec.nnx.add_lora`. Each layer of a scan has a pair; those of a leaf that is split share A.
+        and of `jaxlowprec.nnx.add_lora`. Each layer of a scan has a pair. Those of a leaf that is split share A. Leaves
+        that are joined have one pair, whose rank is the sum of theirs: the same update.
 
         Arguments:
             tree: an NNX module or state, or Linen's parameters, with the kernels.
@@ -79,8 +80,8 @@ class TreeMapping:
             A [K..., rank] and B [rank, N...] in float32, for rows in the file's order and in its units.
 
         Raises:
-            ValueError: the tree has no adapters, or half of one, or one whose shape does not fit its kernel's; a kernel
-                with an adapter is joined to others in the file, or of experts, or an embedding.
+            ValueError: the tree has no adapters, or half of one, or one that does not fit its kernel's shape, or one of
+                experts or of an embedding.
 
         >>> mapping = TreeMapping((Rule("layers.up.kernel", "model.layers.{i}.up.weight", "i D N -> N D"),))
         >>> shapes = {"kernel": (2, 4, 6), "kernel_lora_a": (2, 4, 1), "kernel_lora_b": (2, 1, 6)}
