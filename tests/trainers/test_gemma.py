@@ -22,27 +22,16 @@ def test_the_program_prints_what_the_page_shows():
 
 
 MERGED = """
-import json, shutil
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load_file
+from tests.checkpoints.small_models import merged
 
-def halves(name):
-    return (written[f"base_model.model.{name.removesuffix('.weight')}.lora_{half}.weight"] for half in "AB")
-
-said = json.loads((folder / "adapters" / "adapter_config.json").read_text())
-written = load_file(folder / "adapters" / "adapter_model.safetensors")
 weights = load_file(folder / "hugging_face" / "model.safetensors")
-weights = {name: np.float32(weight) for name, weight in weights.items()}
 assert set(pairs) == {name for name in weights if name.endswith("_proj.weight")}
-for name in pairs:
-    a, b = halves(name)
-    weights[name] += said["lora_alpha"] / said["r"] * b @ a
-(folder / "merged").mkdir()
-shutil.copy(folder / "hugging_face" / "config.json", folder / "merged")
-save_file(weights, folder / "merged" / "model.safetensors")
 adapted = gm.nn.LoRA(rank=4, model=exact, dtype=jnp.float32)
 adapted = adapted.apply({"params": jax.tree.map(jnp.float32, state.params)}, sample).logits
 assert abs(adapted - theirs).max() > 0.1
-np.testing.assert_allclose(decoders.load(folder / "merged")(sample), adapted, rtol=0, atol=1e-5)
+both = merged(folder / "hugging_face", folder / "adapters", folder / "merged")
+np.testing.assert_allclose(decoders.load(both)(sample), adapted, rtol=0, atol=1e-5)
 """
 
 
