@@ -84,10 +84,15 @@ def _as_by_default() -> Iterator[None]:
         yield
 
 
-def _lowering(body: Body, on_one_device: Body | None = None) -> Callable[..., Any]:
+def _lowering(name: str, body: Body, on_one_device: Body | None = None) -> Callable[..., Any]:
     def rule(ctx: Any, *args: Any, alone: bool = True) -> Any:
         chosen = on_one_device if on_one_device and alone else body
-        lower = mlir.lower_fun(chosen, multiple_results=True)
+
+        def named(*args: Any) -> Sequence[jax.Array]:
+            with jax.named_scope(name):  # in profiles
+                return chosen(*args)
+
+        lower = mlir.lower_fun(named, multiple_results=True)
         avals_in, avals_out = (
             [jax.core.ShapedArray(a.shape, a.dtype) for a in avals] for avals in (ctx.avals_in, ctx.avals_out)
         )
@@ -241,14 +246,14 @@ def define(
     others = [*bodies, *(alone if elsewhere == "portable" else ()), *by_reference, *(missing or ())]
     for platform in dict.fromkeys(others):
         kernel = alone.get(platform) if elsewhere == "portable" else None
-        mlir.register_lowering(local, _lowering(body_elsewhere(platform), kernel), platform=platform)
+        mlir.register_lowering(local, _lowering(name, body_elsewhere(platform), kernel), platform=platform)
     primitive.native = {}  # the kernels' calls by platform: tests make them without a compiled program
     if native:
         for platform in platforms:
             body = native[platform] if isinstance(native, Mapping) else native
             primitive.native[platform] = body
             mlir.register_lowering(
-                local, _lowering(_unless_empty(body, reference), alone.get(platform)), platform=platform
+                local, _lowering(name, _unless_empty(body, reference), alone.get(platform)), platform=platform
             )
 
     def bind(*args: jax.Array, alone: bool = False) -> tuple[jax.Array, ...]:
@@ -318,7 +323,7 @@ def define(
                     f"{name}: this platform's compiler adds up the partial sums of devices itself, in float32 or the "
                     "result's dtype; remove `sums=`, or call the op within jax.shard_map over all mesh axes"
                 )
-            return _lowering(functools.partial(bind, alone=_is_on_one_device(ctx)))(ctx, *args)
+            return _lowering(name, functools.partial(bind, alone=_is_on_one_device(ctx)))(ctx, *args)
         dtypes = tuple(aval.dtype for aval in ctx.avals_in)
 
         def run(*args: jax.Array) -> tuple[jax.Array, ...]:

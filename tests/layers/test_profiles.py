@@ -74,7 +74,8 @@ def test_the_part_follows_the_layer_forwards_and_backwards(recipe):
     text = lowered(two_layers, recipe).compile().as_text()
     for layer in ("up", "down"):
         for part in QUANTISED:
-            assert re.search(rf"[/(]{layer}\)*/jit\(_matmul\)/{part}/", text)
+            op = "quantize" if part.startswith("quantize") else "scaled_matmul"
+            assert re.search(rf"[/(]{layer}\)*/jit\(_matmul\)/{part}/[^\"]*/jaxlowprec_{op}/", text)
 
 
 @pytest.mark.parametrize("model", [two_layers, experts])

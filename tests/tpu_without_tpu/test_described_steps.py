@@ -17,7 +17,7 @@ from tests.tpu_without_tpu.described_tpu import RAGGED_CODES, by_tpu, compiled, 
 
 SIZE = 256
 BF16 = ("bf16", "bf16")
-OURS = "jit(op)/"  # in JAX's names of what an op of this library consists of
+OURS = "/jaxlowprec_"  # in JAX's names of what an op of this library consists of
 RECIPES = {
     "fp8_current": jlp.Float8CurrentScaling(),
     "mxfp8": jlp.MXFP8BlockScaling(),
