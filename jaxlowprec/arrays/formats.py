@@ -411,7 +411,7 @@ class Int4(Format):
         a_flag("Int4", symmetric=self.symmetric, pad=self.pad)
         try:
             name = jnp.dtype(self.scale_dtype).name
-        except TypeError:
+        except (TypeError, ValueError):
             name = self.scale_dtype
         object.__setattr__(self, "group_size", int(size))
         object.__setattr__(self, "scale_dtype", name)

@@ -277,9 +277,12 @@ def add_gradients(a: Any, b: Any) -> Any:
         first, second = map(shown, structures)
         raise ValueError(f"add_gradients: trees {first} and {second} differ; needs gradients of one model")
     for (path, x), y in zip(jax.tree_util.tree_leaves_with_path(a), jax.tree.leaves(b), strict=True):
-        shapes = [array("add_gradients", jax.tree_util.keystr(path), leaf).shape for leaf in (x, y)]
+        where = jax.tree_util.keystr(path)
+        leaves = [array("add_gradients", where, leaf) for leaf in (x, y)]
+        shapes = [leaf.shape for leaf in leaves]
+        if any(jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) for leaf in leaves):
+            raise TypeError(f"add_gradients: {where} is a key; needs numbers")
         if shapes[0] != shapes[1]:
-            where = jax.tree_util.keystr(path)
             raise ValueError(f"add_gradients: {where} has shapes {shapes[0]} and {shapes[1]}; needs the same")
     return jax.tree_util.tree_map_with_path(lambda path, x, y: jnp.maximum(x, y) if is_state(path) else x + y, a, b)
 

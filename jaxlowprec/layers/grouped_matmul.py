@@ -317,7 +317,7 @@ def checked_sizes(who: str, group_sizes: Any, x: jax.Array) -> jax.Array:
         raise ValueError(f"{who}: there are {rows} rows; needs fewer than 2^31: split them into several calls")
     if isinstance(sizes, np.ndarray):
         if (total := sum(map(int, sizes))) > rows:
-            raise ValueError(f"{who}: group_sizes sum up to {total}, and there are {rows} rows")
+            raise ValueError(f"{who}: group_sizes sum up to {total}, and there are {rows} rows; needs at most that")
         sizes = as_array(np.clip(sizes, 0, min(rows, np.iinfo(sizes.dtype).max)).astype(np.int32))
     return cut_to_rows(sizes, rows)
 

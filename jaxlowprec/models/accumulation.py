@@ -63,9 +63,9 @@ def accumulate_gradients(
     count = whole_number(_WHO, "microbatches", microbatches, 1)
     a_flag(_WHO, has_aux=has_aux)
 
-    def with_aux(params: Any, part: Any) -> tuple[Any, Any]:
+    def with_aux(params: Any, part: Any) -> Any:
         found = loss(params, part)
-        if has_aux and not (isinstance(found, tuple) and len(found) == 2):
+        if has_aux and not (isinstance(found, tuple | list) and len(found) == 2):
             raise TypeError(f"{_WHO}: has_aux=True and loss returned {shown(found)}; needs a loss and aux")
         return found if has_aux else (found, None)
 

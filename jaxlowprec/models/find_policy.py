@@ -10,7 +10,7 @@ import os
 import re
 import statistics
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
@@ -184,9 +184,10 @@ def find_policy(
         raise ValueError(f'{_WHO}: by="gemm" with cost="bytes"; weights are stored once for all GEMMs: use by="layer"')
     if isinstance(repeats, bool) or not isinstance(repeats, int) or repeats < 1:
         raise ValueError(f"{_WHO}: repeats={shown(repeats)}; needs a positive number of keys")
-    if not isinstance(batches, Iterable):
-        raise TypeError(f"{_WHO}: batches={shown(batches)}; needs a list of batches")
-    batches = [*batches]
+    try:
+        batches = [*batches]
+    except TypeError:
+        raise TypeError(f"{_WHO}: batches={shown(batches)}; needs a list of batches") from None
     if not batches:
         raise ValueError(f"{_WHO}: batches is empty; needs one or more")
     search = _Search(loss_fn, params, batches, labels, jax.random.key(0) if key is None else key, repeats, by)

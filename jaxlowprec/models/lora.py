@@ -85,7 +85,7 @@ def init(
     by = f"include={shown(include)} and exclude"
     adapters: dict[str, Adapter] = {}
     for name, leaf in chosen_weights(who, params, lambda name, _: is_chosen(name, *chosen), by).items():
-        batch, k, n = matrices(who, name, leaf, axes or {})
+        batch, k, n = matrices(who, name, leaf, {} if axes is None else axes)
         adapters[name] = new_adapter(folded(who, key, zlib.crc32(name.encode())), (*batch, k, n), rank, alpha, dtype)
     return adapters
 

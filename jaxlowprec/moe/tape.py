@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, Int32
 
-from jaxlowprec.arguments import array, as_array, shown, whole_number
+from jaxlowprec.arguments import array, as_array, cut, shown, whole_number
 from jaxlowprec.moe.rollout import Form, captured, encoded
 from jaxlowprec.moe.tape_dtype import AFRESH, check_fits, is_tape_dtype, narrowed, tape_dtype, widened
 
@@ -70,9 +70,9 @@ class RoutingTape:
         listed = isinstance(layers, list | tuple) or (isinstance(layers, jax.Array | np.ndarray) and layers.ndim > 0)
         if not listed or not len(layers):
             raise TypeError(f"{who}: layers={shown(layers)}; needs an array [*tokens, k] for each layer")
-        found = [array(who, f"layers[{i}]", layer) for i, layer in enumerate(layers)]
+        found = [array(who, f"layers[{i}]", layers[i]) for i in range(len(layers))]  # iterating an array traces
         if len({(layer.shape, layer.dtype) for layer in found}) > 1 or not is_tape_dtype(found[0].dtype):
-            kinds = ", ".join(f"{layer.dtype}{list(layer.shape)}" for layer in found)
+            kinds = cut(", ".join(f"{layer.dtype}{list(layer.shape)}" for layer in found), 200)
             raise ValueError(f"{who}: layers are {kinds}; needs int32, int16 or uint8 of one shape [*tokens, k]")
         return cls(jnp.stack(found))
 

@@ -138,7 +138,7 @@ def axis_from_the_front(who: str, axis: Any, ndim: int, of: str = "") -> int:
 def mesh_axes(who: str, axis_name: Any) -> None:
     """Raises unless these are axes of a mesh that the caller is mapped over."""
     try:
-        jax.lax.axis_size(axis_name)
+        jax.lax.axis_size(axis_name), hash(axis_name)
     except (NameError, TypeError, ValueError):
         raise ValueError(
             f"{who}: axis_name={shown(axis_name)}; needs an axis of the mesh, or a tuple of them, within jax.shard_map"

@@ -14,9 +14,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxlowprec.arguments import shown
 from jaxlowprec.ops.optimizer_update import StateRounding
 from jaxlowprec.optim.codes import Coded
+from jaxlowprec.optim.wrapping import check_transformation
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,7 +114,7 @@ def apply_gradients(tx: Any, gradients: Any, state: Any, params: Any, **extra: A
         where a master weight loses all but its last bits (numerics.md 19).
 
     Raises:
-        TypeError: `tx` has no `update`. Else, what the update raises.
+        TypeError: `tx` is no transformation. Else, what the update raises.
 
     >>> import jax.numpy as jnp, jaxlowprec as jlp
     >>> tx = jlp.optim.master_weights(jlp.optim.quantized_state(jlp.optim.adamw(1e-3)))
@@ -123,8 +123,7 @@ def apply_gradients(tx: Any, gradients: Any, state: Any, params: Any, **extra: A
     >>> params["w"].dtype.name, state.inner.codes[0].nu["w"].dtype.name
     ('bfloat16', 'uint8')
     """
-    if not hasattr(tx, "update"):
-        raise TypeError(f"apply_gradients: tx={shown(tx)}; needs an optax.GradientTransformation")
+    check_transformation("apply_gradients", "tx", tx)
     if inner := leafwise(tx):
         return inner.one_pass(gradients, state, params, "parameter", True)
     import optax

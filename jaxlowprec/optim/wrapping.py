@@ -97,11 +97,15 @@ def shapes_of(params: Any) -> Any:
 
 def checked_shapes(who: str, name: str, tree: Any) -> Any:
     """`shapes_of` a tree. Raises TypeError if it has anything but arrays and shapes."""
-    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-        if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
-            where = jax.tree_util.keystr(path, simple=True, separator="/")
-            raise TypeError(f"{who}: {name} has {shown(leaf)} at {where!r}; needs arrays or their shapes")
-    return shapes_of(tree)
+
+    def shape_of(path: Any, leaf: Any) -> Any:
+        with contextlib.suppress(TypeError, ValueError):  # JAX's, of dtypes that it does not have
+            if hasattr(leaf, "dtype") and hasattr(leaf, "shape"):
+                return shapes_of(leaf)
+        where = jax.tree_util.keystr(path, simple=True, separator="/")
+        raise TypeError(f"{who}: {name} has {shown(leaf)} at {where!r}; needs arrays or their shapes")
+
+    return jax.tree_util.tree_map_with_path(shape_of, tree)
 
 
 def check_transformation(who: str, name: str, tx: Any) -> None:

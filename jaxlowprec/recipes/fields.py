@@ -118,7 +118,9 @@ def check_patterns(who: str, field: str, given: Any) -> tuple[str, ...]:
 
 
 def check_pattern(where: str, pattern: str) -> None:
-    """Raises ValueError if a text is not a regular expression."""
+    """Raises TypeError or ValueError unless it is a regular expression."""
+    if not isinstance(pattern, str):
+        raise TypeError(f"{where} has {shown(pattern)}; needs a regular expression as a text")
     try:
         re.compile(pattern)
     except re.error as error:

@@ -151,4 +151,7 @@ def _number(who: str, name: str, value: Any) -> float:
     """The value as a Python number, which a bound has to be: it is part of the program."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"{who}: {name}={shown(value)}; needs a number")
-    return float(value)
+    try:
+        return float(value)
+    except OverflowError:
+        raise ValueError(f"{who}: {name}={shown(value)}; needs a number that float64 has") from None

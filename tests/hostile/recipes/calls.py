@@ -82,6 +82,7 @@ _MOE = (
     "recipe",
     "name",
 )
+_OF_MOE = ("linear", "grouped_matmul", "GroupedLinear", "route", "all_gather_kernel", "dot_general")
 _DIMENSIONS = "(((1,), (0,)), ((), ()))"
 _DENSE = flax.linen.Dense(4)
 _RESET = jlp.OsciReset(jlp.NVFP4BlockScaling(), every=8, window=4)
@@ -177,7 +178,13 @@ CALLS = (
     call_of(jlp.delayed_scaling.add_gradients, "promotion", a="x", b="x"),
     call_of(jlp.delayed_scaling.combined_by_max, function="a function"),
     call_of(jlp.delayed_scaling.overwrite_with_gradient, inner="None"),
-    call_of(lambda model, recipe: jlp.explain(model, recipe), name="explain", model="model", recipe="None"),
+    call_of(
+        lambda model, recipe: jlp.explain(model, recipe),
+        "quantize_matmuls",
+        name="explain",
+        model="model",
+        recipe="None",
+    ),
     call_of(
         lambda recipe, arguments: jlp.explain(_DENSE, recipe, arguments, jnp.ones((2, 4))),
         name="explain",
@@ -194,9 +201,7 @@ CALLS = (
     _nnx(jlp.nnx.Linear, 32, 8),
     _nnx(jlp.nnx.LinearGeneral, 32, 8),
     _nnx(jlp.nnx.Einsum, "...a,ab->...b", (32, 8)),
-    call_of(
-        _nnx_moe, "linear", "grouped_matmul", "GroupedLinear", "route", name="MoE", others=_MOE, x="x", tape="None"
-    ),
+    call_of(_nnx_moe, *_OF_MOE, name="MoE", others=_MOE, x="x", tape="None"),
     call_of(moe.route, "RouterConfig", logits="x", k="2"),
     _made(moe.RouterConfig),
     call_of(moe.update_selection_bias, bias="x", group_sizes="x as int32", rate="0.5"),

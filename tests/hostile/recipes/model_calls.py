@@ -1,5 +1,7 @@
 """What is called with hostile arguments: fused layers, whole models, optimizers, adapters and what is told of a run."""
 
+import functools
+
 from flax import nnx
 
 import jaxlowprec as jlp
@@ -29,11 +31,16 @@ def _by_layer(**options):
     return jlp.linear(value("x"), value("x.T"), recipe=jlp.PerLayer(**options), name="up")
 
 
+def _refuse_functions(*arguments):
+    """What a user's function does is its own affair."""
+    if any(map(callable, arguments)):
+        raise Asked
+
+
 def _optimizer(make):
-    def call(learning_rate, **options):
-        if callable(learning_rate):
-            raise Asked  # what it does is its own affair
-        tx, params = make(learning_rate, **options), _given()[0]
+    def call(learning_rate, mask=None, **options):
+        _refuse_functions(learning_rate, mask)
+        tx, params = make(learning_rate, mask=mask, **options), _given()[0]
         return tx.update(params, tx.init(params), params)
 
     return call
@@ -47,6 +54,15 @@ def _wrapper(make):
     return call
 
 
+def _fused(function):
+    @functools.wraps(function)
+    def call(*, activation="swiglu", **options):
+        _refuse_functions(activation)
+        return function(activation=activation, **options)
+
+    return call
+
+
 def _layers(*sizes):
     return [nnx.Linear(*size, rngs=nnx.Rngs(0)) for size in sizes]
 
@@ -55,22 +71,26 @@ def _mlp_of_modules(**options):
     return jlp.nnx.mlp(value("x"), _layers((32, 16), (32, 16), (16, 32)), **options)
 
 
+_OF_MLP = ("biases", "key", "activation", "saved", "quantized_kernels", "names", "states", "precision")
 MODEL_CALLS = (
     *(call_of(getattr(jlp, name), x="x") for name in ("silu", "gelu", "relu_squared")),
     *(call_of(getattr(jlp, name), gate="x", up="x") for name in ("swiglu", "geglu")),
     *(call_of(getattr(jlp, name), x="x", gamma="gamma") for name in ("rms_norm", "layer_norm")),
     call_of(jlp.linears, "linear", x="x", kernels="two kernels", recipe="MXFP8BlockScaling()"),
-    call_of(jlp.mlp, "linear", "linears", x="x", kernels="kernels", recipe="MXFP8BlockScaling()"),
     call_of(
-        jlp.grouped_mlp,
+        _fused(jlp.mlp), "linear", "linears", others=_OF_MLP, x="x", kernels="kernels", recipe="MXFP8BlockScaling()"
+    ),
+    call_of(
+        _fused(jlp.grouped_mlp),
         "grouped_matmul",
         "linear",
+        others=_OF_MLP,
         x="x",
         kernels="expert kernels",
         group_sizes="int32",
         recipe="MXFP8BlockScaling()",
     ),
-    call_of(jlp.nnx.linears, "Linear", "linear", inputs="x", layers="()"),
+    call_of(lambda x: jlp.nnx.linears(x, _layers((32, 16))), "Linear", "linear", name="linears", x="x"),
     call_of(_mlp_of_modules, name="mlp", others=("saved",)),
     call_of(jlp.nnx.convert, traced=False, model="model"),
     call_of(jlp.linen.convert, module="Linen module"),
@@ -86,13 +106,12 @@ MODEL_CALLS = (
         others=("has_aux",),
     ),
     call_of(
-        jlp.find_policy,
-        traced=False,
-        loss_fn="a function",
-        params="parameters",
-        batches="()",
+        lambda **options: jlp.find_policy(_loss, _given()[0], (), **options),  # the last thing that it refuses
+        name="find_policy",
         candidates="MXFP8BlockScaling()",
         budget="0.5",
+        others=("cost", "by", "repeats", "progress"),
+        traced=False,
     ),
     call_of(
         _optimizer(jlp.optim.adamw),
@@ -117,10 +136,9 @@ MODEL_CALLS = (
     ),
     call_of(jlp.optim.explain_state, tx="8-bit adamw", params="parameters"),
     call_of(
-        lambda tx, state: jlp.optim.apply_gradients(tx, _given()[0], state, _given()[0]),
+        lambda state: jlp.optim.apply_gradients(value("8-bit adamw"), _given()[0], state, _given()[0]),
         "quantized_state",
         name="apply_gradients",
-        tx="8-bit adamw",
         state="its state",
     ),
     call_of(
