@@ -158,7 +158,8 @@ class KnownDivisor {
 /// Whether all lanes are at most so much.
 JLP_RULE bool all_at_most(U32 v, uint32_t most) {
 #if defined(JLP_ISA_AVX512)
-  return _mm512_cmpgt_epu32_mask(raw(v), _mm512_set1_epi32(static_cast<int>(most))) == 0;
+  const __m512i above = (__m512i)(v > most);
+  return _mm512_test_epi32_mask(above, above) == 0;
 #else
   return _mm256_movemask_ps((__m256)(v > most)) == 0;
 #endif
